@@ -1,11 +1,11 @@
-"""From the draw of the token that closes a call to the callback of the Python client, through all of `holdfast serve`.
+"""Time from the draw of a call's last token to the Python client's callback, through all of `holdfast serve`.
 
     python tools/calls_heard.py [--calls 200]
 
-Runs of `holdfast.loadgen.orchestrator`, one at a time over loopback, whose questions ask for two calls. All ends read
-the machine's monotonic clock: the engine when it has drawn a step's tokens, the replica when it hands on the piece with
-which a call is whole, the client when it has read the bytes and when its callback is called. So what the replica takes,
-what router, proxy and the kernel take, and the client's own share can be told apart.
+`holdfast.loadgen.orchestrator` runs one agent at a time over loopback; each question asks for two calls. Every process
+reads the machine's monotonic clock. The engine reads it when it has drawn a step's tokens. The replica reads it when it
+sends the piece that completes a call. The client reads it when it has read the bytes and when its callback runs. The
+differences are the shares of the replica, of router, proxy and kernel together, and of the client.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from holdfast.replicas.requests import Event, Piece, Tokens, ToolCallDelta
 from holdfast.replicas.service import Service
 
 ENGINE = {"threads": 1, "kv_memory": 0.1}
-WARM = 20  # calls before those that are measured
+WARM = 20  # calls before the measured ones
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """A call has closed, in seconds of the monotonic clock: its last token was `drawn`, its last piece `handed` on."""
+class ReplicaTimes:
+    """Times of a call's end in the replica, in seconds of the monotonic clock: last token drawn, last piece sent."""
 
     call_id: str
     drawn: float
-    handed: float
+    sent: float
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """The client has heard of a call's end: the bytes were `read`, the callback was `told`."""
+class ClientTimes:
+    """Times of a call's end in the client: its bytes were read, its callback was called."""
 
     read: float
-    told: float
+    called: float
 
 
-def watch(service: Service, tell: Callable[[Closed], None]) -> None:
-    """`tell` of each call that closes in the service's streams, of which there is one at a time."""
-    landed, closing, drawn = 0.0, 0.0, dict[int, float]()  # by the event, which lives until it is read
+def watch(service: Service, report: Callable[[ReplicaTimes], None]) -> None:
+    """Call `report` for each call that closes in the service's streams. There is one stream at a time."""
+    landed, closing, drawn = 0.0, 0.0, dict[int, float]()  # by id of the event, which lives until it is read
     engine, read, stream = service.engine, service._read, service.stream
     commit, step = engine.scheduler.commit, engine.step
 
@@ -67,8 +67,8 @@ def watch(service: Service, tell: Callable[[Closed], None]) -> None:
         landed = now
         return commit(planned, output, now)
 
-    def stepped(*told: Any) -> list[Event]:
-        events = step(*told)
+    def stepped(*arguments: Any) -> list[Event]:
+        events = step(*arguments)
         drawn.update((id(event), landed) for event in events if isinstance(event, Tokens))
         return events
 
@@ -79,18 +79,18 @@ def watch(service: Service, tell: Callable[[Closed], None]) -> None:
             closing = at
         return pieces
 
-    async def streaming(*told: Any) -> AsyncIterator[tuple[Piece, ...]]:
+    async def streaming(*arguments: Any) -> AsyncIterator[tuple[Piece, ...]]:
         ids: dict[int, str] = {}
-        async with aclosing(stream(*told)) as batches:
+        async with aclosing(stream(*arguments)) as batches:
             async for pieces in batches:
                 calls, now = [piece for piece in pieces if isinstance(piece, ToolCallDelta)], time.monotonic()
                 ids |= {call.index: call.call_id for call in calls if call.call_id}
-                closed = [Closed(ids[call.index], closing, now) for call in calls if call.closed]
+                closed_calls = [ReplicaTimes(ids[call.index], closing, now) for call in calls if call.closed]
                 try:
                     yield pieces
-                finally:  # behind, so that it holds nothing up, and where nobody reads on
-                    for each in closed:
-                        tell(each)
+                finally:  # after the yield: it delays no piece, and runs even if the reader stops
+                    for times in closed_calls:
+                        report(times)
 
     patched: Any = service
     patched.engine.scheduler.commit, patched.engine.step = committed, stepped
@@ -98,15 +98,15 @@ def watch(service: Service, tell: Callable[[Closed], None]) -> None:
 
 
 class NotingReplica(EngineReplica):
-    """Writes a line for each call that closes."""
+    """A replica that writes a line for each call that closes."""
 
-    async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
-        await super().__init__(*told)
-        watch(self._service, lambda closed: note(astuple(closed)))
+    async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]
+        await super().__init__(*arguments)
+        watch(self._service, lambda times: note(astuple(times)))
 
 
-def noted(notes: Path) -> dict[str, Closed]:
-    return {each[0]: Closed(*each) for each in map(json.loads, notes.read_text().splitlines())}
+def read_notes(notes: Path) -> dict[str, ReplicaTimes]:
+    return {each[0]: ReplicaTimes(*each) for each in map(json.loads, notes.read_text().splitlines())}
 
 
 def weather() -> Toolbox:
@@ -120,41 +120,41 @@ def weather() -> Toolbox:
     return tools
 
 
-class Listening:
-    """When the client had read the bytes of each call's end, and when its callback was told."""
+class ClientClock:
+    """Records when the client read the bytes of each call's end and when its callback ran."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, Heard] = {}
+        self.calls: dict[str, ClientTimes] = {}
         self._read = 0.0
 
-    def told(self, what: StreamEvent) -> None:
+    def called(self, event: StreamEvent) -> None:
         now = time.monotonic()
-        if isinstance(what, CallClosed):
-            self.calls[what.call.call_id] = Heard(self._read, now)
+        if isinstance(event, CallClosed):
+            self.calls[event.call.call_id] = ClientTimes(self._read, now)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Meanwhile whatever aiohttp reads is noticed: there is one stream at a time."""
+        """Record the time of each read of aiohttp. There is one stream at a time."""
         received = ResponseHandler.data_received
 
-        def noticed(handler: ResponseHandler, data: bytes) -> None:
+        def data_received(handler: ResponseHandler, data: bytes) -> None:
             self._read = time.monotonic()
             received(handler, data)
 
-        ResponseHandler.data_received = noticed  # type: ignore[method-assign]
+        ResponseHandler.data_received = data_received  # type: ignore[method-assign]
         try:
             yield
         finally:
             ResponseHandler.data_received = received  # type: ignore[method-assign]
 
 
-async def heard(url: str, calls: int) -> tuple[dict[str, Heard], list[Run]]:
-    """When the client heard of so many calls or some more, by their ids, in order; and the runs that they are of."""
-    listening, runs, rng, city = Listening(), list[Run](), random.Random(0), KINDS["city"]
+async def client_call_times(url: str, calls: int) -> tuple[dict[str, ClientTimes], list[Run]]:
+    """Client times of at least `calls` calls, by call id and in order, and the runs that made them."""
+    listening, runs, rng, city = ClientClock(), list[Run](), random.Random(0), KINDS["city"]
     fields, uncached = {"temperature": 0, "max_tokens": 200}, {"cache-control": "no-cache"}
     async with ChatClient(url, 60.0) as client:
         agent = Orchestrator(client, "pocket", weather(), fields, uncached)
-        agent.register_streaming_callback(listening.told)
+        agent.register_streaming_callback(listening.called)
         with listening.reading():
             while len(listening.calls) < calls:
                 runs.append(await agent.run(f"Check the weather in {city(rng)} and check the weather in {city(rng)}."))
@@ -166,19 +166,19 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200, help="(default: 200)")
     calls = parser.parse_args().calls
     with noting("calls_heard:NotingReplica", ENGINE) as (url, notes):
-        told, _ = asyncio.run(heard(url, WARM + calls))
-        while len(closed := noted(notes)) < len(told):
-            time.sleep(0.01)  # a line is written behind its batch
-    pairs = [(closed[call_id], each) for call_id, each in told.items()][WARM:]
+        client_times, _ = asyncio.run(client_call_times(url, WARM + calls))
+        while len(replica_times := read_notes(notes)) < len(client_times):
+            time.sleep(0.01)  # the replica writes a line after its batch
+    pairs = [(replica_times[call_id], client) for call_id, client in client_times.items()][WARM:]
     print(f"from the draw of the token that closes a call, ms, {len(pairs)} calls, one run at a time")
-    for what, times in (
-        ("handed on by the replica", [of.handed - of.drawn for of, _ in pairs]),
-        ("read by the client", [each.read - of.drawn for of, each in pairs]),
-        ("told to the callback", [each.told - of.drawn for of, each in pairs]),
-        ("of that the client's own", [each.told - each.read for _, each in pairs]),
+    for row, times in (
+        ("handed on by the replica", [replica.sent - replica.drawn for replica, _ in pairs]),
+        ("read by the client", [client.read - replica.drawn for replica, client in pairs]),
+        ("told to the callback", [client.called - replica.drawn for replica, client in pairs]),
+        ("of that the client's own", [client.called - client.read for _, client in pairs]),
     ):
-        ms = sorted(1e3 * each for each in times)
-        print(f"{what:26} median {median(ms):.3f}, 99 % within {ms[int(len(ms) * 0.99)]:.3f}, least {ms[0]:.3f}")
+        ms = sorted(1e3 * seconds for seconds in times)
+        print(f"{row:26} median {median(ms):.3f}, 99 % within {ms[int(len(ms) * 0.99)]:.3f}, least {ms[0]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Failures under load: a real server, clients that know what each answer must be, and one failure after the other.
+"""Failures under load: a real server, clients that know the right answers, and one failure after the other.
 
     python tools/chaos.py                    # each failure once: the table of docs/failures.md
-    python tools/chaos.py --seconds 7200     # failures drawn by chance, for two hours
-    python tools/chaos.py --only "Redis"     # those whose name has this in it
-    python tools/chaos.py --table FILE       # of a long run's journal (--journal FILE), each failure's worst
+    python tools/chaos.py --seconds 7200     # random failures for two hours
+    python tools/chaos.py --only "Redis"     # failures whose name contains this
+    python tools/chaos.py --table FILE       # the worst case of each failure in a run's journal (--journal FILE)
 
-Two routers, two engines with the shipped model, Redis in a process of its own. The clients, half of which stream, are
-of three tenants, one of them limited. They send prompts whose answers were asked for before anything failed, at
-temperature 1, past the response cache; two are agents, whose programs wait for a tool between two turns. So a stream
-that goes on elsewhere with other words, or with a word too many, counts as wrong. After each failure all must be well
-again: both engines there, and answers one after the other. Then the clients rest, and the books must be even: every
-request one outcome, every answer billed once and with the tokens that its client was told, no cell and no row held,
-nothing running in any engine or in any tenant's count, and what was booked since the last look the engines' counters to
-the token, wherever nothing died in between that took its counts along.
+The server has two routers, two engines with the shipped model, and Redis in a process of its own. The clients belong to
+three tenants, one of them limited. Half of them stream. Two are agents, whose programs wait for a tool between two
+turns. All requests run at temperature 1 and skip the response cache. The right answers were computed before any
+failure. A stream that moves to another engine and changes or repeats a word counts as wrong.
 
-Prints a line for each failure. A fault is written down, with what all processes were doing, and the run goes on; where
-nothing comes right again, with a new server. The exit status is 1 if there was one.
+After each failure the server must recover: both engines serve, and a row of requests is answered. Then the clients
+pause, and the books must balance. Every request has one outcome. Every answer is billed once, with the tokens that its
+client received. No cell and no row is held, and nothing runs in any engine or tenant. If no counter was lost, the new
+records add up to the engines' counters, to the token.
+
+Prints a line for each failure. The journal keeps each fault with the state of all processes, and the run goes on. If
+the server does not recover, the run goes on with a new one. The exit status is 1 if there was a fault.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from redis_server import RedisServer
 from holdfast.router.tenants import hash_key
 
 CLIENTS, AGENTS, PROMPTS = 6, 2, 24
-PAUSE_S = 1.0  # on average, between a client's requests; an agent's are its tool's, so failures find programs in them
-PATIENCE_S = 90.0  # a client that hears nothing for longer calls it silence; more than `placement.no_replica_s`
-SETTLED = 24  # so many answers in a row, with both engines there: it is over
-WITHIN_S = 240.0
-EVEN_S = 120.0  # the first look after a failure may have to wait for what answers it, too
-START_S, STOP_S = 600.0, 300.0  # of a server beside other load: how long that takes is no fault here
+PAUSE_S = 1.0  # mean pause between a client's requests; an agent's tool runs in it
+SILENCE_S = 90.0  # a client that receives nothing for longer reports silence; more than `placement.no_replica_s`
+RECOVERED_ANSWERS = 24  # the server has recovered after so many answers in a row, with both engines there
+RECOVERY_S = 240.0
+BOOKS_S = 120.0  # for the books, including the wait for the server that reports them
+START_S, STOP_S = 600.0, 300.0  # limits for a server on a busy machine; slow starts are no fault here
 REPLICA, ROUTER, CONTROLLER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router", "ServeController"
 TENANTS, LIMITED, OPERATOR, ADMIN = ("acme", "beta", "guest"), "guest", "watch", "admin"  # each is its own key
 SETTINGS = f"""\
@@ -74,8 +75,8 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: when it was sent, how long it took, the longest pause in it, and what it ended in."""
+class RequestResult:
+    """One request: start, duration, longest pause and outcome."""
 
     at: float
     seconds: float
@@ -83,7 +84,7 @@ class Asked:
     outcome: str  # answered, wrong, error (an error event), cut, refused, limited, silence, or a status
     name: str = ""  # its `x-request-id`
     tenant: str = ""
-    usage: Usage | None = None  # as its client was told
+    usage: Usage | None = None  # as the client received it
 
     @property
     def ended(self) -> float:
@@ -91,10 +92,10 @@ class Asked:
 
 
 class Clients:
-    """They ask until they are told to stop, with pauses of `pause_s` on average; one that was not answered waits."""
+    """Clients that send requests until the end, with mean pauses of `pause_s`. After a failure they wait."""
 
     def __init__(self, url: str, pause_s: float = PAUSE_S) -> None:
-        self.asked: list[Asked] = []
+        self.results: list[RequestResult] = []
         self.sent = 0
         self._url, self._pause_s = url, pause_s
         self._number = count()
@@ -108,8 +109,8 @@ class Clients:
             for i in range(PROMPTS):
                 self._answers["plain", i] = [self._turn(http, "acme", story(i), stream=False)[1]]
             for i in range(AGENTS):
-                self._answers["agent", i] = [said for _, said in self._program(http, "acme", i)]
-        assert all(asked.outcome == "answered" for asked in self.asked), self.asked
+                self._answers["agent", i] = [reply for _, reply in self._program(http, "acme", i)]
+        assert all(result.outcome == "answered" for result in self.results), self.results
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -125,89 +126,92 @@ class Clients:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Nobody sends anything, and all has ended that was sent."""
+        """Pause all clients; every request that was sent has ended."""
         with self._lock:
             self._go.clear()
         try:
-            within(lambda: self.sent == len(self.asked), PATIENCE_S + 30.0)
+            within(lambda: self.sent == len(self.results), SILENCE_S + 30.0)
             yield
         finally:
             self._go.set()
 
-    def since(self, at: float) -> list[Asked]:
-        """Requests that had not ended then, in the order of their ends."""
-        return [each for each in list(self.asked) if each.ended > at]
+    def since(self, at: float) -> list[RequestResult]:
+        """Requests that ended after `at`, in the order of their ends."""
+        return [each for each in list(self.results) if each.ended > at]
 
     def _run(self, number: int) -> None:
-        chance = random.Random(number)
+        rng = random.Random(number)
         tenant = TENANTS[number % len(TENANTS)]
         with self._http() as http:
             while not self._over.is_set():
                 if number < CLIENTS:
-                    prompt = chance.randrange(PROMPTS)
-                    right = self._answers["plain", prompt]
-                    turns = iter([self._turn(http, tenant, story(prompt), stream=number % 2 == 0, right=right[0])])
+                    prompt = rng.randrange(PROMPTS)
+                    expected = self._answers["plain", prompt]
+                    turns = iter(
+                        [self._turn(http, tenant, story(prompt), stream=number % 2 == 0, expected=expected[0])]
+                    )
                 else:
-                    right = self._answers["agent", number - CLIENTS]
-                    turns = self._program(http, TENANTS[number - CLIENTS], number - CLIENTS, right)
-                for asked, _ in turns:
-                    if asked.outcome == "limited":
+                    expected = self._answers["agent", number - CLIENTS]
+                    turns = self._program(http, TENANTS[number - CLIENTS], number - CLIENTS, expected)
+                for result, _ in turns:
+                    if result.outcome == "limited":
                         self._over.wait(2.0)
-                    elif asked.outcome != "answered":
+                    elif result.outcome != "answered":
                         self._over.wait(0.2)
                     elif self._pause_s:
-                        self._over.wait(min(chance.expovariate(1 / self._pause_s), 5 * self._pause_s))
+                        self._over.wait(min(rng.expovariate(1 / self._pause_s), 5 * self._pause_s))
 
     def _program(
-        self, http: httpx.Client, tenant: str, number: int, right: Sequence[Any] = ()
-    ) -> Iterator[tuple[Asked, Any]]:
-        """A turn that calls a tool, and one with its result; the tool takes as long as the caller does. No second turn
-        where the first was not answered.
+        self, http: httpx.Client, tenant: str, number: int, expected: Sequence[Any] = ()
+    ) -> Iterator[tuple[RequestResult, Any]]:
+        """A turn that calls a tool, and a turn with its result. The tool runs while the caller holds the generator.
+
+        There is no second turn if the first one fails.
         """
         program = f"agent-{self._mark}-{next(self._number)}"
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"Look something up, number {number}."}]
         body = {"messages": messages, "tools": [TOOL], "max_tokens": 48, "program_id": program}
         call = {"tool_choice": "required", "parallel_tool_calls": False}
-        asked, said = self._turn(http, tenant, body | call, stream=False, right=right[0] if right else None)
-        yield asked, said
-        if asked.outcome != "answered":
+        result, reply = self._turn(http, tenant, body | call, stream=False, expected=expected[0] if expected else None)
+        yield result, reply
+        if result.outcome != "answered":
             return
-        calls = [{"id": "call_1", "type": "function", "function": said[1][0]}]
-        messages.append({"role": "assistant", "content": said[0], "tool_calls": calls})
+        calls = [{"id": "call_1", "type": "function", "function": reply[1][0]}]
+        messages.append({"role": "assistant", "content": reply[0], "tool_calls": calls})
         messages.append({"role": "tool", "tool_call_id": "call_1", "content": f"It is {number}."})
-        last = body | {"tool_choice": "none", "ignore_eos": True, "program_end": True}
-        yield self._turn(http, tenant, last, stream=True, right=right[1] if right else None)
+        last_body = body | {"tool_choice": "none", "ignore_eos": True, "program_end": True}
+        yield self._turn(http, tenant, last_body, stream=True, expected=expected[1] if expected else None)
 
     def _turn(
-        self, http: httpx.Client, tenant: str, body: dict[str, Any], *, stream: bool, right: Any = None
-    ) -> tuple[Asked, Any]:
-        """Ask and note it. The second is what was said: a text and calls."""
+        self, http: httpx.Client, tenant: str, body: dict[str, Any], *, stream: bool, expected: Any = None
+    ) -> tuple[RequestResult, Any]:
+        """Send a request and record it. Returns the record and the reply: a text and calls."""
         while True:
             self._go.wait()
             with self._lock:
-                if self._go.is_set():  # and the rest has not begun meanwhile
+                if self._go.is_set():  # and no pause has begun meanwhile
                     self.sent += 1
                     break
-        asked, said = self._ask(http, tenant, body, stream=stream)
-        if asked.outcome == "answered" and right is not None and said != right:
-            asked = replace(asked, outcome="wrong")
-        self.asked.append(asked)
-        return asked, said
+        result, reply = self._ask(http, tenant, body, stream=stream)
+        if result.outcome == "answered" and expected is not None and reply != expected:
+            result = replace(result, outcome="wrong")
+        self.results.append(result)
+        return result, reply
 
-    def _ask(self, http: httpx.Client, tenant: str, body: dict[str, Any], *, stream: bool) -> tuple[Asked, Any]:
+    def _ask(self, http: httpx.Client, tenant: str, body: dict[str, Any], *, stream: bool) -> tuple[RequestResult, Any]:
         name = f"chaos-{self._mark}-{next(self._number)}"
         body = {"model": "pocket", "temperature": 1.0, "stream": stream, "program_id": name} | body
         body |= {"stream_options": {"include_usage": True}} if stream else {}
         headers = {**FRESH, "x-request-id": name, "authorization": f"Bearer {tenant}"}
-        began = last = time.monotonic()
-        pause, lines, outcome, said, usage = 0.0, [], "cut", None, None
+        start = last = time.monotonic()
+        pause, lines, outcome, reply, usage = 0.0, [], "cut", None, None
         try:
             with http.stream("POST", f"{self._url}/v1/chat/completions", json=body, headers=headers) as answer:
                 for line in answer.iter_lines():
                     now = time.monotonic()
                     pause, last = max(pause, now - last), now
                     lines.append(line)
-            outcome, said, usage = told(answer.status_code, stream, lines)
+            outcome, reply, usage = read_answer(answer.status_code, stream, lines)
         except httpx.ConnectError:
             outcome = "refused"
         except httpx.TimeoutException:
@@ -216,11 +220,11 @@ class Clients:
             outcome = "cut"
         if outcome == "429" and tenant == LIMITED:
             outcome = "limited"
-        return Asked(began, time.monotonic() - began, pause, outcome, name, tenant, usage), said
+        return RequestResult(start, time.monotonic() - start, pause, outcome, name, tenant, usage), reply
 
     @staticmethod
     def _http() -> httpx.Client:
-        return httpx.Client(timeout=PATIENCE_S, trust_env=False)
+        return httpx.Client(timeout=SILENCE_S, trust_env=False)
 
 
 def story(number: int) -> dict[str, Any]:
@@ -228,9 +232,10 @@ def story(number: int) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 96, "ignore_eos": True, "program_end": True}
 
 
-def told(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usage | None]:
-    """What an answer ends in, what it says (a text and calls), and its usage. Raises AssertionError for a stream that
-    ends in no way, or in two.
+def read_answer(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usage | None]:
+    """An answer's outcome, its reply (a text and calls) and its usage.
+
+    Raises AssertionError for a stream with no end or with two.
     """
     if status != 200:
         return str(status), None, None
@@ -254,9 +259,9 @@ def told(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usa
 class World:
     server: Any  # tests/cluster/conftest.py's
     store: RedisServer
-    usage_days: deque[str] = field(default_factory=lambda: deque(("400", "401")))  # the first is set
+    usage_days: deque[str] = field(default_factory=lambda: deque(("400", "401")))  # the first one is configured now
 
-    hurried: threading.Event = field(default_factory=threading.Event)  # Redis is to be as fast as it can
+    full_speed: threading.Event = field(default_factory=threading.Event)  # set: Redis is not slowed down any more
 
     def pids(self, name: str) -> list[int]:
         return [pid for pid, command in self.server.processes().items() if name in command]
@@ -271,60 +276,61 @@ class World:
         answer = httpx.get(f"{self.server.url}{path}", headers=headers, timeout=30.0, trust_env=False)
         return answer.raise_for_status()
 
-    def beside(self, *command: Any, seconds: float = WITHIN_S) -> subprocess.CompletedProcess[str]:
-        """Run Python with what is needed to join Ray: its address comes first, its token by the environment."""
+    def run_in_ray(self, *command: Any, seconds: float = RECOVERY_S) -> subprocess.CompletedProcess[str]:
+        """Run Python as a process that joins Ray: the first argument is the address, the environment has the token."""
         for pid, line in self.server.processes().items():
             if address := re.search(r"--gcs-address=(\S+)", line):
-                given = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
                 break
-        told = dict(each.split("=", 1) for each in given if each.startswith("RAY_"))
-        told = {name: value for name, value in told.items() if name not in ("RAY_JOB_ID", "RAY_RAYLET_PID")}
+        environment = dict(each.split("=", 1) for each in variables if each.startswith("RAY_"))
+        environment = {
+            name: value for name, value in environment.items() if name not in ("RAY_JOB_ID", "RAY_RAYLET_PID")
+        }
         first, *rest = command
         words = [sys.executable, *first, address[1], *map(str, rest)]
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=seconds, check=False, env={**os.environ, **told}
+            words, capture_output=True, text=True, timeout=seconds, check=False, env={**os.environ, **environment}
         )
 
-    def said(self) -> str:
-        """How it is, in its own words."""
+    def state(self) -> str:
+        """The server's state as text."""
         try:
             there = f"{len(self.pids(REPLICA))} engines, {len(self.pids(ROUTER))} routers"
             return f"{there}, {self.get('/v1/cluster/status').text}"
         except httpx.HTTPError as error:
-            return f"no status: {error!r}"
+            return f"the server returns no status: {error!r}"
 
-    def whole(self) -> bool:
-        """Both routers and both engines are there and say how they are."""
+    def is_up(self) -> bool:
+        """Whether both routers and both engines run and report their status."""
         with suppress(httpx.HTTPError, KeyError, ValueError):
             replicas = self.get("/v1/cluster/status").json()["replicas"]
             return len(replicas) == 2 and len(self.pids(ROUTER)) == 2
         return False
 
     def idle(self) -> list[str]:
-        """What is still held, by whom; nothing where the books are even."""
+        """Resources that are still held, with their holders. Empty if the books balance."""
         status = self.get("/v1/cluster/status").json()
         held = [f"{each['id']}: {name}" for each in status["replicas"] for name in ("running", "waiting") if each[name]]
         held += [f"{each['name']}: {each['running']} running" for each in status["tenants"] if each["running"]]
         for line in self.get("/metrics").text.splitlines():
             name, _, value = line.rpartition(" ")
-            taken = name.startswith("holdfast_sequence_rows_taken{")
-            if (taken or (name.startswith("holdfast_cells{") and 'state="held"' in name)) and float(value):
+            is_row_metric = name.startswith("holdfast_sequence_rows_taken{")
+            if (is_row_metric or (name.startswith("holdfast_cells{") and 'state="held"' in name)) and float(value):
                 held.append(line)
         return held
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`happen` is done under load, and undone by `mend` after `seconds`. `may`: how requests may end besides.
+    """`happen` runs under load; `undo` ends it after `seconds`. `allowed_outcomes` are those besides an answer.
 
-    `counted`: nothing dies of it that takes counts along, so engines and books agree over it. `empties`: no books are
-    left.
+    `counted`: the failure loses no counters, so engines and books agree after it. `empties`: it empties the books.
     """
 
     name: str
     happen: Callable[[World], None]
-    may: frozenset[str] = frozenset()
-    mend: Callable[[World], None] = lambda world: None
+    allowed_outcomes: frozenset[str] = frozenset()
+    undo: Callable[[World], None] = lambda world: None
     seconds: float = 0.0
     counted: bool = False
     empties: bool = False
@@ -341,14 +347,14 @@ def limited(world: World, most: int) -> None:
 
 
 def slow(each_s: float) -> Callable[[World], None]:
-    """Redis is always at work on something that takes so long, so every answer waits for that, as over a slow link."""
+    """Keep Redis busy with commands of `each_s` seconds: every answer is late, as over a slow link."""
 
     def happen(world: World) -> None:
-        world.hurried.clear()
+        world.full_speed.clear()
 
         def sleep() -> None:
             with world.store.client() as client:
-                while not world.hurried.is_set():
+                while not world.full_speed.is_set():
                     client.execute_command("DEBUG", "SLEEP", each_s)
 
         threading.Thread(target=sleep, daemon=True).start()
@@ -356,15 +362,15 @@ def slow(each_s: float) -> Callable[[World], None]:
     return happen
 
 
-def hurry(world: World) -> None:
-    world.hurried.set()
+def restore_speed(world: World) -> None:
+    world.full_speed.set()
 
 
 def deploy(world: World, engines: int) -> None:
-    """Tell Serve how it is to be from now on."""
+    """Deploy the application again with `engines` engines."""
     program = Path(__file__).with_name("redeploy.py")
     config = world.server.output.with_name("holdfast.yaml")
-    done = world.beside([str(program)], config, world.server.port, engines, world.usage_days[0])
+    done = world.run_in_ray([str(program)], config, world.server.port, engines, world.usage_days[0])
     assert done.returncode == 0, done.stderr
 
 
@@ -378,11 +384,13 @@ def fewer(world: World) -> None:
 
 
 def update(world: World) -> None:
-    """Every engine and router is replaced by one that is configured otherwise."""
+    """Replace every engine and router by one with another configuration."""
     before = {*world.pids(REPLICA), *world.pids(ROUTER)}
     world.usage_days.rotate()
     deploy(world, 2)
-    within(lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)}, 2 * WITHIN_S)  # four, one by one
+    within(
+        lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)}, 2 * RECOVERY_S
+    )  # Serve replaces four, one by one
 
 
 FAILURES = (
@@ -397,7 +405,7 @@ FAILURES = (
     Failure("all engines killed", lambda world: world.kill(REPLICA, 2), frozenset({"503", "error"})),
     Failure("one of two routers killed", lambda world: world.kill(ROUTER, 1), frozenset({"cut", "502", "503"})),
     Failure("both routers killed", lambda world: world.kill(ROUTER, 2), frozenset({"cut", "502", "503"})),
-    Failure("one of two engines stopped by Serve, and back", fewer, mend=lambda world: deploy(world, 2)),
+    Failure("one of two engines stopped by Serve, and back", fewer, undo=lambda world: deploy(world, 2)),
     Failure("engines and routers replaced one after the other", update),
     Failure("the proxy killed", lambda world: world.kill("haproxy", 9), frozenset({"cut", "refused", "503"})),
     Failure("Serve's controller killed", lambda world: world.kill(CONTROLLER, 1), counted=True),
@@ -410,8 +418,8 @@ FAILURES = (
         4.0,
         counted=True,
     ),
-    Failure("Redis takes 0.1 s for an answer", slow(0.1), mend=hurry, seconds=8.0, counted=True),
-    Failure("Redis takes 1 s for an answer", slow(1.0), mend=hurry, seconds=8.0, counted=True),
+    Failure("Redis takes 0.1 s for an answer", slow(0.1), undo=restore_speed, seconds=8.0, counted=True),
+    Failure("Redis takes 1 s for an answer", slow(1.0), undo=restore_speed, seconds=8.0, counted=True),
     Failure(
         "Redis full", lambda world: limited(world, 1), frozenset(), lambda world: limited(world, 0), 4.0, counted=True
     ),
@@ -419,7 +427,7 @@ FAILURES = (
 
 
 class Journal:
-    """What happened, on standard output, and in `path` with its time as JSON lines; `path` None: nowhere else."""
+    """Prints events, and writes them to `path` as JSON lines with their times; `path` None: only prints."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -429,30 +437,30 @@ class Journal:
     def say(self, line: str) -> None:
         print(line, flush=True)
 
-    def note(self, kind: str, **told: Any) -> None:
-        told = {"at": round(time.time(), 1), "s": round(time.monotonic() - self._began, 1), "kind": kind, **told}
+    def note(self, kind: str, **fields: Any) -> None:
+        fields = {"at": round(time.time(), 1), "s": round(time.monotonic() - self._began, 1), "kind": kind, **fields}
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(fields) + "\n")
 
-    def fault(self, what: str, world: World | None = None, **told: Any) -> None:
+    def fault(self, text: str, world: World | None = None, **fields: Any) -> None:
         self.faults += 1
-        kept = self.path and self.path.with_suffix(f".fault-{self.faults}")
-        self.say(f"FAULT {time.strftime('%H:%M:%S')} {what[:2000]}" + (f" (see {kept})" if kept else ""))
-        self.note("fault", what=what, **told)
-        if kept and world is not None:
-            kept.mkdir(exist_ok=True)
-            capture(world, kept)
+        folder = self.path and self.path.with_suffix(f".fault-{self.faults}")
+        self.say(f"FAULT {time.strftime('%H:%M:%S')} {text[:2000]}" + (f" (see {folder})" if folder else ""))
+        self.note("fault", what=text, **fields)
+        if folder and world is not None:
+            folder.mkdir(exist_ok=True)
+            capture(world, folder)
 
 
 def capture(world: World, folder: Path) -> None:
-    """Write down what everybody is doing, into files."""
+    """Write the state of all processes to files in `folder`."""
 
-    def keep(name: str, what: Callable[[], str]) -> None:
+    def keep(name: str, read: Callable[[], str]) -> None:
         try:
-            text = what()
+            text = read()
         except Exception as error:
-            text = f"not to be had: {error!r}"
+            text = f"not available: {error!r}"
         (folder / name).write_text(text)
 
     def output(*command: Any) -> str:
@@ -468,23 +476,23 @@ def capture(world: World, folder: Path) -> None:
         if "ray::" in command or "python" in command:
             keep(f"stack-{pid}", lambda pid=pid: output(Path(sys.prefix, "bin", "py-spy"), "dump", "--pid", pid))
 
-    def serve_said() -> str:
-        done = world.beside(["-c", SERVE_STATUS], seconds=60.0)
+    def serve_status() -> str:
+        done = world.run_in_ray(["-c", SERVE_STATUS], seconds=60.0)
         return done.stdout + done.stderr
 
-    keep("serve", serve_said)
+    keep("serve", serve_status)
 
-    def redis_said() -> str:
+    def redis_status() -> str:
         with world.store.client(socket_timeout=5.0) as client:
             return json.dumps([client.info(), client.client_list(), client.info("commandstats")], indent=1, default=str)
 
-    keep("redis", redis_said)
+    keep("redis", redis_status)
     for command in processes.values():
         words = command.split()
         if "/haproxy " in command and "-f" in words:
             configuration = Path(words[words.index("-f") + 1])
             keep("haproxy.cfg", configuration.read_text)
-            keep("haproxy", lambda path=configuration: haproxy_said(path))
+            keep("haproxy", lambda path=configuration: haproxy_status(path))
         for word in words:
             if word.startswith(("--session_dir=", "--session-dir=")) and not (folder / "logs").exists():
                 with suppress(OSError, shutil.Error):
@@ -502,15 +510,15 @@ os._exit(0)
 """
 
 
-def haproxy_said(configuration: Path) -> str:
-    """What its stats socket tells."""
-    found = re.search(r"^\s*stats socket (\S+)", configuration.read_text(), re.MULTILINE)
-    assert found is not None
+def haproxy_status(configuration: Path) -> str:
+    """The output of HAProxy's stats socket."""
+    match = re.search(r"^\s*stats socket (\S+)", configuration.read_text(), re.MULTILINE)
+    assert match is not None
     texts = []
     for command in ("show info", "show stat", "show sess", "show servers state"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5.0)
-            connection.connect(found[1])
+            connection.connect(match[1])
             connection.sendall(f"{command}\n".encode())
             parts = []
             while part := connection.recv(65536):
@@ -519,62 +527,64 @@ def haproxy_said(configuration: Path) -> str:
     return "\n".join(texts)
 
 
-def survive(world: World, clients: Clients, failure: Failure, journal: Journal) -> tuple[str, bool]:
-    """The failure's line of the table, and whether requests ended as they may. Raises TimeoutError where it does not
-    come right again, not in twice the time either.
+def run_failure(world: World, clients: Clients, failure: Failure, journal: Journal) -> tuple[str, bool]:
+    """The failure's line of the table, and whether all outcomes were allowed.
+
+    Raises TimeoutError if the server does not recover within twice the usual time.
     """
     at = time.monotonic()
     failure.happen(world)
     time.sleep(failure.seconds)
-    failure.mend(world)
+    failure.undo(world)
     try:
-        within(lambda: settled(world, clients, at))
+        within(lambda: recovered(world, clients, at))
     except TimeoutError:
-        state = f"{clients.sent - len(clients.asked)} under way, the last ended in {clients.asked[-SETTLED:]}"
-        journal.fault(f"{failure.name}: not well again after {WITHIN_S:.0f} s. {world.said()}; {state}", world)
-        within(lambda: settled(world, clients, at))
-        journal.say(f"well again after {time.monotonic() - at:.0f} s")
-    asked = clients.since(at)
-    bad = [each for each in asked if each.outcome not in ("answered", "limited")]
-    over = max([each.ended for each in bad], default=at) - at
-    counts = Counter(each.outcome for each in asked)
-    longest = max(each.ended - max(at, each.at) for each in asked if each.outcome == "answered")
+        last = clients.results[-RECOVERED_ANSWERS:]
+        state = f"{world.state()}; {clients.sent - len(clients.results)} running, the last results were {last}"
+        journal.fault(f"{failure.name}: the server has not recovered after {RECOVERY_S:.0f} s. {state}", world)
+        within(lambda: recovered(world, clients, at))
+        journal.say(f"recovered after {time.monotonic() - at:.0f} s")
+    results = clients.since(at)
+    failed = [each for each in results if each.outcome not in ("answered", "limited")]
+    last_failure = max([each.ended for each in failed], default=at) - at
+    counts = Counter(each.outcome for each in results)
+    longest = max(each.ended - max(at, each.at) for each in results if each.outcome == "answered")
     limited = counts.pop("limited", 0)
     others = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common() if outcome != "answered") or "none"
     others += f" ({limited} beyond their limit)" if limited else ""
-    line = f"| {failure.name} | {counts['answered']}, longest {longest:.1f} s | {others} | {over:.1f} s |"
-    return line, counts.keys() <= {"answered", *failure.may}
+    line = f"| {failure.name} | {counts['answered']}, longest {longest:.1f} s | {others} | {last_failure:.1f} s |"
+    return line, counts.keys() <= {"answered", *failure.allowed_outcomes}
 
 
-def settled(world: World, clients: Clients, at: float) -> bool:
-    """All is well, and has been for the last answers, which were asked for since."""
-    last = [each for each in clients.since(at) if each.at > at and each.outcome != "limited"][-SETTLED:]
-    return len(last) == SETTLED and {each.outcome for each in last} == {"answered"} and world.whole()
+def recovered(world: World, clients: Clients, at: float) -> bool:
+    """Whether the server runs and the last requests, all sent after `at`, were answered."""
+    last = [each for each in clients.since(at) if each.at > at and each.outcome != "limited"][-RECOVERED_ANSWERS:]
+    return len(last) == RECOVERED_ANSWERS and {each.outcome for each in last} == {"answered"} and world.is_up()
 
 
-def within(condition: Callable[[], bool], seconds: float = WITHIN_S) -> None:
+def within(condition: Callable[[], bool], seconds: float = RECOVERY_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("it did not come right again")
+            raise TimeoutError("the server did not recover in time")
         time.sleep(0.2)
 
 
-def chosen(only: str, seconds: float, seed: int) -> Iterator[Failure]:
-    """Each once; with `seconds` by chance, until those are over."""
-    some = [each for each in FAILURES if only.lower() in each.name.lower()]
+def draw_failures(only: str, seconds: float, seed: int) -> Iterator[Failure]:
+    """Each failure once; with `seconds`, random failures until that time is over."""
+    matching = [each for each in FAILURES if only.lower() in each.name.lower()]
     if not seconds:
-        yield from some
+        yield from matching
         return
-    chance, until = random.Random(seed), time.monotonic() + seconds
+    rng, until = random.Random(seed), time.monotonic() + seconds
     while time.monotonic() < until:
-        time.sleep(chance.expovariate(1 / 10.0))
-        yield chance.choice(some)
+        time.sleep(rng.expovariate(1 / 10.0))
+        yield rng.choice(matching)
 
 
 @dataclass
-class Course:
-    """A server, its clients and its books through one failure after the other."""
+class ChaosRun:
+    """Takes a server, its clients and its books through one failure after the other."""
 
     world: World
     clients: Clients
@@ -582,34 +592,34 @@ class Course:
     journal: Journal
     failures: Counter[str] = field(default_factory=Counter)
 
-    def look(self, after: str, *, counted: bool) -> None:
-        """Let the clients rest, and hold the books against what they saw, and against the engines if `counted`."""
+    def check(self, after: str, *, counted: bool) -> None:
+        """Pause the clients and check the books against their answers, and against the engines if `counted`."""
         with self.clients.at_rest():
-            faults: list[str] = ["nobody looked"]
+            faults: list[str] = ["no check has ended"]
 
-            def even() -> bool:
+            def balanced() -> bool:
                 with suppress(httpx.HTTPError):
-                    faults[:] = self.books.faults(list(self.clients.asked), counted=counted) + self.world.idle()
+                    faults[:] = self.books.faults(list(self.clients.results), counted=counted) + self.world.idle()
                 return not faults
 
             try:
-                within(even, EVEN_S)
+                within(balanced, BOOKS_S)
             except TimeoutError:
-                self.journal.fault(f"the books are not even after {after}: {faults}", self.world)
-            told = self.books.close(list(self.clients.asked))
-        self.journal.note("books", after=after, counted=counted, faults=faults, **told)
+                self.journal.fault(f"the books do not balance after {after}: {faults}", self.world)
+            counts = self.books.close(list(self.clients.results))
+        self.journal.note("books", after=after, counted=counted, faults=faults, **counts)
 
     def go_through(self, failure: Failure) -> None:
-        self.look("a quiet stretch", counted=True)
+        self.check("a quiet stretch", counted=True)
         self.failures[failure.name] += 1
         if failure.empties:
-            self.books.emptied(time.monotonic())
-        line, as_it_may = survive(self.world, self.clients, failure, self.journal)
-        self.journal.say(line if as_it_may else f"{line} NOT AS IT MAY BE")
-        self.journal.note("failure", name=failure.name, line=line, as_it_may=as_it_may)
-        if not as_it_may:
-            self.journal.fault(f"not as it may be: {line}", self.world)
-        self.look(failure.name, counted=failure.counted)
+            self.books.on_emptied(time.monotonic())
+        line, allowed = run_failure(self.world, self.clients, failure, self.journal)
+        self.journal.say(line if allowed else f"{line} OUTCOME NOT ALLOWED")
+        self.journal.note("failure", name=failure.name, line=line, as_it_may=allowed)
+        if not allowed:
+            self.journal.fault(f"outcome not allowed: {line}", self.world)
+        self.check(failure.name, counted=failure.counted)
 
 
 def run(
@@ -620,7 +630,7 @@ def run(
     pause_s: float = PAUSE_S,
     store: RedisServer | None = None,
 ) -> None:
-    """Let them happen, one after the other. Raises TimeoutError where it does not come right again."""
+    """Run the failures one after the other. Raises TimeoutError if the server does not recover."""
     with ExitStack() as held:
         store = store or RedisServer(folder)
         store.start()
@@ -628,32 +638,32 @@ def run(
         server = start(folder, SETTINGS.format(url=store.url), "--replicas", "2", "--routers", "2")
         held.callback(end, server)
         world, clients = World(server, store), Clients(server.url, pause_s)
-        course = Course(world, clients, Books(world.get, ADMIN, OPERATOR, TENANTS), journal)
+        chaos_run = ChaosRun(world, clients, Books(world.get, ADMIN, OPERATOR, TENANTS), journal)
         journal.say("| what happens | answered | not answered | until then |\n|---|---|---|---|")
         name = "the start"
         with clients.at_work():
             try:
-                within(lambda: world.whole() and len(clients.asked) > SETTLED)
-                course.look(name, counted=True)
+                within(lambda: world.is_up() and len(clients.results) > RECOVERED_ANSWERS)
+                chaos_run.check(name, counted=True)
                 for failure in failures:
                     name = failure.name
-                    course.go_through(failure)
+                    chaos_run.go_through(failure)
             except TimeoutError as error:
                 journal.fault(f"{name}: {error}", world)
                 raise
-        course.look("the last quiet stretch", counted=True)
-        assert clients.sent == len(clients.asked)
-        counts = Counter(each.outcome for each in clients.asked)
+        chaos_run.check("the last quiet stretch", counted=True)
+        assert clients.sent == len(clients.results)
+        counts = Counter(each.outcome for each in clients.results)
         journal.say(
-            f"{clients.sent} requests, each with one outcome: {dict(counts)}; {course.failures.total()} failures; "
-            f"{course.books.summary()}; nothing is held"
+            f"{clients.sent} requests, each with one outcome: {dict(counts)}; {chaos_run.failures.total()} failures; "
+            f"{chaos_run.books.summary()}; nothing is held"
         )
-        journal.note("end", sent=clients.sent, outcomes=counts, failures=course.failures)
+        journal.note("end", sent=clients.sent, outcomes=counts, failures=chaos_run.failures)
         server.stop(signal.SIGINT)
 
 
 def table(journal: Path) -> Iterator[str]:
-    """Of a run's journal: how often each failure came, the worst of it, and what was not answered in all of them."""
+    """The table of a run's journal: each failure's count, its worst figures and all its failed requests."""
     notes = [json.loads(line) for line in journal.read_text().splitlines()]
     lines: dict[str, list[list[str]]] = {}
     for each in notes:
@@ -661,27 +671,28 @@ def table(journal: Path) -> Iterator[str]:
             lines.setdefault(each["name"], []).append(each["line"].strip("| ").split(" | ")[1:])
     yield "| what happens | times | answered | not answered | until then, at most |\n|---|---|---|---|---|"
     for name in sorted(lines, key=[each.name for each in FAILURES].index):
-        found, lost = lines[name], Counter[str]()
-        for _, others, _ in found:
+        rows, lost = lines[name], Counter[str]()
+        for _, others, _ in rows:
             lost.update({what: int(n) for n, what in re.findall(r"(\d+) (\w+)(?:,| \(|$)", others)})
-        answered = sum(int(each[0].partition(",")[0]) for each in found)
-        longest, over = (max(float(each[i].split()[-2]) for each in found) for i in (0, 2))
-        told = ", ".join(f"{n} {what}" for what, n in lost.most_common())
-        until = f"{over:.1f} s" if told else "–"
-        yield f"| {name} | {len(found)} | {answered}, longest {longest:.1f} s | {told or 'none'} | {until} |"
-    looks = [each for each in notes if each["kind"] == "books"]
+        answered = sum(int(each[0].partition(",")[0]) for each in rows)
+        longest, over = (max(float(each[i].split()[-2]) for each in rows) for i in (0, 2))
+        failed = ", ".join(f"{n} {what}" for what, n in lost.most_common())
+        until = f"{over:.1f} s" if failed else "–"
+        yield f"| {name} | {len(rows)} | {answered}, longest {longest:.1f} s | {failed or 'none'} | {until} |"
+    checks = [each for each in notes if each["kind"] == "books"]
     sums = {
-        name: sum(each.get(name, 0) for each in looks) for name in ("requests", "records", "drawn", "computed", "found")
+        name: sum(each.get(name, 0) for each in checks)
+        for name in ("requests", "records", "drawn", "computed", "found")
     }
-    even = sum(not each["faults"] for each in looks)
-    counted = sum(each["counted"] for each in looks)
+    balanced = sum(not each["faults"] for each in checks)
+    counted = sum(each["counted"] for each in checks)
     faults = sum(each["kind"] == "fault" for each in notes)
     yield f"\n{notes[-1]['s']:.0f} s, {faults} faults, " + ", ".join(f"{n} {name}" for name, n in sums.items())
-    yield f"the books were looked at {len(looks)} times, {counted} with the engines' counters; even were {even}"
+    yield f"the books were checked {len(checks)} times, {counted} with the engines' counters; {balanced} balanced"
 
 
 def end(server: Any) -> None:
-    """What is left of it goes, too."""
+    """Kill the server and all its processes."""
     server.process.kill()
     for pid in server.processes():
         with suppress(ProcessLookupError):
@@ -690,12 +701,14 @@ def end(server: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.0, help="go on for so long, with failures drawn by chance")
-    parser.add_argument("--only", default="", help="those whose name has this in it")
+    parser.add_argument("--seconds", type=float, default=0.0, help="run random failures for this time")
+    parser.add_argument("--only", default="", help="run the failures whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between a client's requests, on average")
-    parser.add_argument("--journal", type=Path, help="a file for JSON lines; beside it what is kept of faults")
-    parser.add_argument("--table", type=Path, help="print what such a file tells, and nothing else")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="mean seconds between a client's requests")
+    parser.add_argument(
+        "--journal", type=Path, help="write JSON lines to this file, and the state at each fault beside it"
+    )
+    parser.add_argument("--table", type=Path, help="print the table of a journal, and nothing else")
     options = parser.parse_args()
     if options.table:
         print("\n".join(table(options.table)))
@@ -709,16 +722,16 @@ def main() -> None:
     servers.START_S, servers.STOP_S = START_S, STOP_S
     journal = Journal(options.journal)
     until = time.monotonic() + options.seconds
-    failures = chosen(options.only, options.seconds, options.seed)
+    failures = draw_failures(options.only, options.seconds, options.seed)
     again = True
     while again:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
                 run(servers.start, Path(folder), failures, journal, options.pause)
                 again = False
-            except Exception as error:  # whatever it was: two hours are not to end by it
-                journal.fault(f"it goes on with a new server, for: {error!r:.3000}")
-                failures = chosen(options.only, until - time.monotonic(), options.seed + journal.faults)
+            except Exception as error:  # any error: it must not end a run of two hours
+                journal.fault(f"the run goes on with a new server after {error!r:.3000}")
+                failures = draw_failures(options.only, until - time.monotonic(), options.seed + journal.faults)
                 again = until - time.monotonic() > 60.0
     journal.say(f"{journal.faults} faults")
     sys.exit(bool(journal.faults))

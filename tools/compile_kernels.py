@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for a GPU that need not be there, as their launchers ask for them, and prints what each
-program takes, as JSON: `python tools/compile_kernels.py 90`, or with `--all` for every size of head and dtype.
+"""Compile the Triton kernels without a GPU: `python tools/compile_kernels.py 90`, or `--all` for every shape.
 
-A process of its own: Triton decides at its first import whether it compiles or interprets.
+The kernels' own launchers start the compilation. The output is JSON with the resources that each program takes. This
+runs in a process of its own: Triton decides at its first import whether it compiles or interprets.
 """
 
 import json
@@ -33,30 +33,30 @@ def world(spans, shape=LLAMA, page=16, dtype=torch.bfloat16, stored=None):
     return paged(spans, *shape, dtype, "cpu", page, stored=stored)
 
 
-def attend(made, window=0, softcap=0.0, sinks=None):
-    attend_gpu(made.q, made.kv, 0, made.batch, 0.1, window, softcap, sinks)
+def attend(inputs, window=0, softcap=0.0, sinks=None):
+    attend_gpu(inputs.q, inputs.kv, 0, inputs.batch, 0.1, window, softcap, sinks)
 
 
-def in_a_graph(made):
-    plan = make_plan(made.q, made.batch, made.kv.shape[4], 0)
+def in_a_graph(inputs):
+    plan = make_plan(inputs.q, inputs.batch, inputs.kv.shape[4], 0)
     count = torch.ones(1, dtype=torch.int32)
     plan.counts, plan.programs = (count, count), (50, 17)
-    launch_items(made.q, made.kv, 0, made.batch, plan, torch.empty_like(made.q), 0.1, 0, 0.0)
+    launch_items(inputs.q, inputs.kv, 0, inputs.batch, plan, torch.empty_like(inputs.q), 0.1, 0, 0.0)
 
 
 def rotate(dtype=torch.bfloat16, stored=None):
-    made = world([(0, 3)], dtype=dtype, stored=stored)
+    inputs = world([(0, 3)], dtype=dtype, stored=stored)
     table = (torch.zeros(64, 64), torch.zeros(64, 64), torch.arange(3))
     norms = (torch.ones(128, dtype=dtype), torch.ones(128, dtype=dtype))
-    rotate_and_store(torch.zeros(3, 48, 128, dtype=dtype), 32, *table, made.kv, 0, made.batch.cells, norms, 1e-6)
+    rotate_and_store(torch.zeros(3, 48, 128, dtype=dtype), 32, *table, inputs.kv, 0, inputs.batch.cells, norms, 1e-6)
 
 
 def rotate_a_part():
-    """Qwen3.5: 64 of 256 values turn, the gates lie in front of the queries."""
-    made = world([(0, 3)], (4, 6, 256))
+    """Qwen3.5: 64 of 256 values are rotated; the gates precede the queries."""
+    inputs = world([(0, 3)], (4, 6, 256))
     table = (torch.zeros(64, 32), torch.zeros(64, 32), torch.arange(3))
     qkv = torch.zeros(3, 24 + 32, 256, dtype=torch.bfloat16)[:, 24:]
-    rotate_and_store(qkv, 24, *table, made.kv, 0, made.batch.cells, (torch.ones(256), torch.ones(256)), 1e-6)
+    rotate_and_store(qkv, 24, *table, inputs.kv, 0, inputs.batch.cells, (torch.ones(256), torch.ones(256)), 1e-6)
 
 
 def draw():
@@ -85,9 +85,9 @@ def products():
 
 
 def experts(kind, width, inner, activation, *counts):
-    """Layers of gpt-oss, Qwen3.6 and Nemotron 3 with these numbers of tokens."""
+    """Run layers of gpt-oss, Qwen3.6 and Nemotron 3 with these numbers of tokens."""
 
-    def made(outputs, inputs):
+    def weight(outputs, inputs):
         if kind == "plain":
             return torch.zeros(2, outputs, inputs, dtype=torch.bfloat16)
         if kind == "fp8":
@@ -97,7 +97,7 @@ def experts(kind, width, inner, activation, *counts):
         codes, scales = (torch.zeros(2, outputs, inputs // part, dtype=torch.uint8) for part in (2, group))
         return QuantizedWeight("e2m1", codes, scales.view(scales_in), (1, group), None, torch.ones(2, outputs, 1))
 
-    layer = GpuExperts(made(inner * (1 if activation == "relu2" else 2), width), made(width, inner), activation)
+    layer = GpuExperts(weight(inner * (1 if activation == "relu2" else 2), width), weight(width, inner), activation)
     routing = Routing(128, 8, "sigmoid", True)
     for count in counts:
         logits = torch.zeros(count, 128, dtype=torch.bfloat16)
@@ -106,18 +106,18 @@ def experts(kind, width, inner, activation, *counts):
 
 def linear_layer(model):
     spans = [linear_state.Span(3, 1), linear_state.Span(0, 100, 0, (64,))]
-    made = linear_state.StateWorld(spans, linear_state.SHAPES[model], 8, torch.bfloat16, spare=0)
-    made.run(made.kernel())
+    state = linear_state.StateWorld(spans, linear_state.SHAPES[model], 8, torch.bfloat16, spare=0)
+    state.run(state.kernel())
 
 
 def quantised_products():
-    for how in (
+    for arguments in (
         ("e4m3", (128, 128)),
         ("e2m1", (1, 32), E8M0),
         ("e2m1", (1, 16), FP8),
         ("uint4", (1, 128), torch.float16, True),
     ):
-        matrix = QuantizedMatrix(quantized(torch.zeros(256, 5120), *how))
+        matrix = QuantizedMatrix(quantized(torch.zeros(256, 5120), *arguments))
         for rows in (1, 64, MOST_STREAMED):
             matrix.streamed(torch.zeros(rows, 5120, dtype=torch.bfloat16))
         matrix.dequantised(torch.bfloat16)
@@ -180,7 +180,7 @@ def every_shape():
 
 
 def every_expert():
-    """Experts with few, with some and with many pairs to each."""
+    """Experts with few, some and many pairs for each."""
     layers = (("mxfp4", 2880, 2880, "clamped"), ("fp8", 2048, 512, "silu"), ("plain", 2688, 1856, "relu2"))
     layers += (("plain", 2048, 768, "silu"), ("fp8", 2816, 704, "gelu_tanh"), ("nvfp4", 2048, 512, "silu"))
     for layer in layers:
@@ -191,7 +191,7 @@ def main(capability: int, launches) -> None:
     device = DryDevice(capability)
     for device.label, launch in launches.items():
         launch()
-    found = [
+    rows = [
         {
             "launch": program.label,
             "kernel": program.name,
@@ -205,7 +205,7 @@ def main(capability: int, launches) -> None:
         }
         for program in device.programs
     ]
-    print(json.dumps(found))
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A GPU that is not there: launches go through Triton's own way, are compiled for it, and end before they would run.
+"""A stand-in for a GPU: Triton compiles every launch for it and stops before the launch would run.
 
-So what is compiled is what the launchers really ask for, tile by tile and stride by stride. Tensors lie in host memory.
-To be used in a process of its own, without TRITON_INTERPRET: Triton decides at its first import.
+The launchers are the real ones, so tiles and strides are real too. Tensors lie in host memory. Use it in a process of
+its own, without TRITON_INTERPRET: Triton decides at its first import whether it compiles or interprets.
 """
 
 import re
@@ -16,12 +16,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that a program may have, CUDA programming guide, table of limits
+SHARED_BYTES = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+}  # limit of a program, by capability (CUDA programming guide, table of limits)
 
 
 @dataclass
 class Program:
-    """What was compiled: the kernel, its constants, and what it takes of a multiprocessor."""
+    """A compiled kernel and the resources that it takes of a multiprocessor."""
 
     name: str
     shared: int
@@ -36,7 +39,7 @@ class Program:
 
 @dataclass
 class DryDevice:
-    """Triton's active driver from when it is made. `programs`: everything compiled so far, by kernel and first use."""
+    """Makes itself Triton's active driver. `programs`: everything compiled so far, in order of first use."""
 
     capability: int
     programs: list[Program] = field(default_factory=list)
@@ -47,9 +50,9 @@ class DryDevice:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: properties, load_binary=self._load, unload_module=lambda module: None
         )
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         driver.set_active(self)
-        triton.knobs.runtime.kernel_load_start_hook = self._starts
+        triton.knobs.runtime.kernel_load_start_hook = self._on_load_start
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
@@ -58,7 +61,7 @@ class DryDevice:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         return 0
 
     def get_active_torch_device(self):
@@ -67,23 +70,23 @@ class DryDevice:
         return torch.device("cpu")
 
     def launcher_cls(self, source, metadata):
-        taken = self.programs
+        programs = self.programs
 
         def launch(x, y, z, *_):
-            # Limits of a grid; a launch beyond them fails on a device.
+            # A launch beyond these limits of a grid fails on a device.
             assert 0 < x < 2**31, (x, y, z)
             assert 0 < y < 2**16, (x, y, z)
             assert 0 < z < 2**16, (x, y, z)
-            if taken and not taken[-1].grid:
-                taken[-1].grid = (x, y, z)
+            if programs and not programs[-1].grid:
+                programs[-1].grid = (x, y, z)
 
         return launch
 
-    def _starts(self, module, function, name, files, key) -> None:
+    def _on_load_start(self, module, function, name, files, key) -> None:
         self._ptx = next(Path(file).read_text() for file in files.values() if str(file).endswith(".ptx"))
 
     def _load(self, name, binary, shared, device):
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._start
         registers, stack = resources(binary)
         warps = int(re.search(r"\.reqntid (\d+)|\.maxntid (\d+)", self._ptx).group(0).split()[1]) // 32
         self.programs.append(Program(name, shared, warps, registers, stack, seconds, self._ptx, label=self.label))
@@ -91,10 +94,10 @@ class DryDevice:
 
 
 def resources(binary: bytes) -> tuple[int, int]:
-    """Registers of a thread and bytes of its stack, of the one kernel in a cubin."""
+    """Registers and stack bytes per thread of the one kernel in a cubin."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", said).group(1)), int(re.search(r"STACK:(\d+)", said).group(1))
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", usage).group(1)), int(re.search(r"STACK:(\d+)", usage).group(1))

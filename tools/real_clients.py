@@ -1,9 +1,9 @@
-"""Clients of others, at pinned versions in a folder of their own: installed by `make clients`, run without a network.
+"""Third-party clients at pinned versions in a folder of their own. `make clients` installs them; they run offline.
 
-    python tools/real_clients.py FOLDER [NAME,NAME ...]     installs them all, or those
+    python tools/real_clients.py FOLDER [NAME,NAME ...]     installs all clients, or the named ones
 
-Each runs in a home that is made for it, with telemetry and updates off, and a proxy that nobody listens at: nothing
-but this machine can be reached.
+Each client runs in a fresh home, with telemetry and updates off. Its proxy address has no listener, so it reaches this
+machine alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = Path(__file__).resolve().parents[1] / "replicas" / "pocket" / "weights
 
 @dataclass(frozen=True)
 class Client:
-    """`packages` are from npm where `npm`, else from PyPI, into an environment called `home`."""
+    """A client. Its `packages` come from npm if `npm`, else from PyPI, and go to an environment called `home`."""
 
     name: str
     packages: tuple[str, ...]
@@ -37,7 +37,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        """Of the first package."""
+        """Version of the first package."""
         return self.packages[0].rpartition("@" if self.npm else "==")[2]
 
 
@@ -54,30 +54,30 @@ CLIENTS = {
     )
 }
 
-DEVELOPMENT = ("openai", "anthropic", "LangGraph")  # are in the environment of the tests
+DEVELOPMENT = ("openai", "anthropic", "LangGraph")  # clients in the environment of the tests
 
 
 def folder() -> Path | None:
-    """Where they are installed; None: nobody has said."""
-    told = os.environ.get("HOLDFAST_CLIENTS")
-    return Path(told).resolve() if told else None
+    """The folder of the installed clients; None if HOLDFAST_CLIENTS is not set."""
+    path = os.environ.get("HOLDFAST_CLIENTS")
+    return Path(path).resolve() if path else None
 
 
 def program(client: str, name: str) -> Path | None:
-    """The executable `name` of a client, or None where it is not installed."""
+    """The executable `name` of a client; None if the client is not installed."""
     home = folder()
     if home is None:
         return None
-    found = CLIENTS[client]
-    path = home / found.home / ("node_modules/.bin" if found.npm else "bin") / name
+    entry = CLIENTS[client]
+    path = home / entry.home / ("node_modules/.bin" if entry.npm else "bin") / name
     return path if path.exists() else None
 
 
 def run(
     command: Sequence[str | Path], home: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a client to its end, with `home` for its home and nothing but loopback to reach."""
-    told = {
+    """Run a client to its end. Its home is `home`, and it reaches only loopback."""
+    variables = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
         "TMPDIR": str(home),
@@ -91,7 +91,7 @@ def run(
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd or home,
-        env=told,
+        env=variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -101,28 +101,28 @@ def run(
 
 
 def documented(language: str, address: str) -> str:
-    """The block of docs/clients.md in a language, with the address of a server in it."""
+    """The block of docs/clients.md in `language`, with a server's address in it."""
     [text] = [block.text for block in blocks("clients.md") if block.language == language]
     return text.replace("http://127.0.0.1:8000", address)
 
 
 def claude(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Claude Code, asked once, by `/v1/messages`."""
-    told = shlex.split(documented("sh", address))
-    at = told.index("claude")
+    """Run Claude Code once; it uses `/v1/messages`."""
+    words = shlex.split(documented("sh", address))
+    position = words.index("claude")
     env = {
-        **dict(word.split("=", 1) for word in told[:at]),
+        **dict(word.split("=", 1) for word in words[:position]),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
         "DISABLE_ERROR_REPORTING": "1",
         "DISABLE_TELEMETRY": "1",
     }
-    common = ("-p", *arguments, *told[at + 1 :], "--allowedTools", "Read", "--output-format", "json")
+    common = ("-p", *arguments, *words[position + 1 :], "--allowedTools", "Read", "--output-format", "json")
     return run((program, *common), home, env, work)
 
 
 def codex(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Codex CLI, asked once, by `/v1/responses`."""
+    """Run Codex CLI once; it uses `/v1/responses`."""
     quiet = "check_for_update_on_startup = false\nanalytics.enabled = false\n"
     (home / ".codex").mkdir(exist_ok=True)
     (home / ".codex" / "config.toml").write_text(quiet + documented("toml", address))
@@ -131,7 +131,7 @@ def codex(program: Path, address: str, home: Path, work: Path, *arguments: str) 
 
 
 def opencode(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """OpenCode, asked once, by `/v1/chat/completions`."""
+    """Run OpenCode once; it uses `/v1/chat/completions`."""
     settings = {"autoupdate": False, "share": "disabled", **json.loads(documented("json", address))}
     (work / "opencode.json").write_text(json.dumps(settings))
     env = {
@@ -143,22 +143,22 @@ def opencode(program: Path, address: str, home: Path, work: Path, *arguments: st
 
 
 def install(folder: Path, names: Sequence[str]) -> None:
-    """Install clients that are not there yet, at their pinned versions. Raises KeyError for a name that is none."""
-    wanted: dict[tuple[str, bool], list[str]] = {}
+    """Install the missing clients at their pinned versions. Raises KeyError for an unknown name."""
+    packages_by_home: dict[tuple[str, bool], list[str]] = {}
     for name in names or tuple(CLIENTS):
         if name in DEVELOPMENT:
             continue
         client = CLIENTS[name]
-        wanted.setdefault((client.home, client.npm), []).extend(client.packages)
-    for (home, npm), packages in wanted.items():
+        packages_by_home.setdefault((client.home, client.npm), []).extend(client.packages)
+    for (home, npm), packages in packages_by_home.items():
         path, stamp = folder / home, folder / home / ".installed"
-        told = "\n".join(sorted(set(packages)))
-        if stamp.exists() and stamp.read_text() == told:
+        content = "\n".join(sorted(set(packages)))
+        if stamp.exists() and stamp.read_text() == content:
             continue
         print("installing", *sorted(set(packages)), flush=True)
         path.mkdir(parents=True, exist_ok=True)
         if npm:
-            # Some come with a script that puts their program in place.
+            # Some packages have a script that installs their program.
             subprocess.run(
                 ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(path), *packages],
                 check=True,
@@ -167,7 +167,7 @@ def install(folder: Path, names: Sequence[str]) -> None:
             venv.create(path, with_pip=True)
             pip = [str(path / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             subprocess.run([*pip, *packages], check=True)
-        stamp.write_text(told)
+        stamp.write_text(content)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Deploys the application again to the Serve of a running server, from a process of its own, as an operator's tool may.
+"""Deploy the application again to the Serve of a running server, from a process of its own.
 
     python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES USAGE_DAYS
 
-`ENGINES` is the new number of engines. If `USAGE_DAYS`, the `router.usage_days`, differs from before, Serve
-replaces every engine and router, one after the other. Returns when Serve has the new target.
+`ENGINES` is the new number of engines. `USAGE_DAYS` is `router.usage_days`: if it changes, Serve replaces every engine
+and router, one after the other. The program returns when Serve has the new target.
 """
 
 import logging
@@ -27,18 +27,21 @@ def main(address: str, config: str, port: str, engines: str, usage_days: str) ->
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
     routers: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)._bound_deployment
     replicas = routers.init_args[0]._bound_deployment
-    # The count alone: in the settings it would be another version of the routers, which have those.
+    # Change the count here alone: in the settings it would make a new version of the routers.
     replicas._deployment_config.num_replicas = int(engines)
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR")
-    before = {each.name: info for each, (info, _) in ray.get(controller.list_deployments_internal.remote()).items()}
+    before = {
+        deployment.name: info
+        for deployment, (info, _) in ray.get(controller.list_deployments_internal.remote()).items()
+    }
     if before[replicas.name].replica_config.init_args[2] == settings.router:
-        for each in (routers, replicas):  # Trap: what has no version is another one each time
-            each._version = before[each.name].version
+        for deployment in (routers, replicas):  # Trap: a deployment without a version counts as a new one each time
+            deployment._version = before[deployment.name].version
     quiet = {"encoding": "TEXT", "log_level": "WARNING", "enable_access_log": False}
-    built = serve.Application(routers)
-    target = serve.RunTarget(built, name=application.APPLICATION, logging_config=quiet)
+    app = serve.Application(routers)
+    target = serve.RunTarget(app, name=application.APPLICATION, logging_config=quiet)
     serve.run_many([target], wait_for_applications_running=False)
-    os._exit(0)  # `ray.shutdown` would take its time
+    os._exit(0)  # `ray.shutdown` is slow
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""`holdfast serve` that compares ways to place turns: each is asked for by the ids of programs.
+"""`holdfast serve` with several placement policies: a program's id selects its policy.
 
     python tools/serve_placements.py --config FILE
     python -m holdfast.loadgen.simulator.live URL --placement ours --placement two-choices --rounds 3
 
-What it takes is what `holdfast serve` takes. `replicas.max_ongoing_requests` has to be more than ever come at once.
+It takes the options of `holdfast serve`. Set `replicas.max_ongoing_requests` above the most requests at once.
 """
 
 import os
@@ -19,21 +19,21 @@ SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 
 
 def main() -> int:
-    os.environ["PYTHONPATH"] = str(SUPPORT)  # by which Ray's workers find `placements_in_serve`
+    os.environ["PYTHONPATH"] = str(SUPPORT)  # Ray's workers import `placements_in_serve` from here
     apply = environment.apply
 
-    def applied(variables: Mapping[str, str]) -> None:
+    def apply_and_patch(variables: Mapping[str, str]) -> None:
         apply(variables)
         from holdfast.cluster import application  # imports Ray, which reads the variables
 
         config = application.RequestRouterConfig
 
-        def switched(**kwargs: Any) -> Any:
+        def switched_config(**kwargs: Any) -> Any:
             return config(**kwargs | {"request_router_class": "placements_in_serve:Switched"})
 
-        application.RequestRouterConfig = switched
+        application.RequestRouterConfig = switched_config
 
-    environment.apply = applied
+    environment.apply = apply_and_patch
     return holdfast(["serve", *sys.argv[1:]])
 
 

@@ -15,32 +15,37 @@ import httpx
 import pytest
 from chaos_books import Books, Usage
 
-SAID = Usage(20, 5, 7)
+USAGE = Usage(20, 5, 7)
 RECORD = {"http_id": "a", "tenant": "acme", "outcome": "completed", "again": False, "units": 2.0}
 RECORD |= {"input": 20, "cached": 5, "output": 7, "drawn": 7, "computed": 15, "found": 5, "place": "1-0"}
 
 
 @pytest.mark.skipif(not os.environ.get("HOLDFAST_TEST_FAILURES"), reason="set HOLDFAST_TEST_FAILURES=1")
-def test_every_failure_costs_what_it_may_and_the_books_are_even(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_failure_has_allowed_outcomes_and_the_books_balance(start: Callable[..., Any], tmp_path: Path) -> None:
     journal = chaos.Journal(tmp_path / "journal.jsonl")
     chaos.run(start, tmp_path, iter(chaos.FAILURES), journal)
     assert not journal.faults
 
 
-def test_a_stream_that_goes_on_with_other_words_is_seen() -> None:
-    """The clients of that run would not take it for an answer."""
+def test_a_stream_that_changes_its_words_is_no_answer() -> None:
+    """A stream with no end or with two raises AssertionError."""
     chunk = 'data: {{"choices":[{{"delta":{{"content":"{}"}},"finish_reason":{}}}]}}'
     counts = {"prompt_tokens": 20, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 5}}
     last = f"data: {json.dumps({'choices': [], 'usage': counts})}"
     whole = [chunk.format("a", "null"), chunk.format("b", '"length"'), last, "data: [DONE]"]
-    assert chaos.told(200, True, whole) == ("answered", ("ab", []), SAID)
-    assert chaos.told(200, True, [whole[0], 'data: {"error":{"code":"unavailable"}}']) == ("error", ("a", []), None)
-    for cut in (whole[:1], [*whole, 'data: {"error":{"code":"unavailable"}}']):
+    assert chaos.read_answer(200, True, whole) == ("answered", ("ab", []), USAGE)
+    error = 'data: {"error":{"code":"unavailable"}}'
+    assert chaos.read_answer(200, True, [whole[0], error]) == (
+        "error",
+        ("a", []),
+        None,
+    )
+    for cut in (whole[:1], [*whole, error]):
         with pytest.raises(AssertionError):
-            chaos.told(200, True, cut)
+            chaos.read_answer(200, True, cut)
 
 
-class Told:
+class FakeServer:
     """A server that answers with these records, sums and counters."""
 
     def __init__(self) -> None:
@@ -59,10 +64,10 @@ class Told:
         return httpx.Response(200, text="\n".join(lines))
 
     def books(self) -> Books:
-        """They were looked at when nothing had happened yet."""
-        told, now = Told(), self.get
-        told.rows, told.sums, told.counters = [], dict.fromkeys(self.sums, 0), dict.fromkeys(self.counters, 0)
-        where = {"get": told.get}
+        """Books with one check, made before any request."""
+        server, now = FakeServer(), self.get
+        server.rows, server.sums, server.counters = [], dict.fromkeys(self.sums, 0), dict.fromkeys(self.counters, 0)
+        where = {"get": server.get}
         books = Books(lambda path, key: where["get"](path, key), "admin", "watch", ("acme",))
         assert books.faults([], counted=True) == []
         books.close([])
@@ -70,13 +75,13 @@ class Told:
         return books
 
 
-ASKED = chaos.Asked(1.0, 1.0, 0.1, "answered", "a", "acme", SAID)
+RESULT = chaos.RequestResult(1.0, 1.0, 0.1, "answered", "a", "acme", USAGE)
 
 
-def test_even_books_have_no_fault() -> None:
-    books = Told().books()
-    assert books.faults([ASKED], counted=True) == []
-    assert books.close([ASKED]) == {"requests": 1, "records": 1, "drawn": 7, "computed": 15, "found": 5}
+def test_balanced_books_have_no_fault() -> None:
+    books = FakeServer().books()
+    assert books.faults([RESULT], counted=True) == []
+    assert books.close([RESULT]) == {"requests": 1, "records": 1, "drawn": 7, "computed": 15, "found": 5}
 
 
 @pytest.mark.parametrize(
@@ -85,34 +90,34 @@ def test_even_books_have_no_fault() -> None:
         ([], "not in the books"),
         ([RECORD, {**RECORD, "place": "2-0"}], "billed 2 times"),
         ([{**RECORD, "output": 8}], "booked as"),
-        ([{**RECORD, "tenant": "beta"}], "somebody else's"),
-        ([RECORD, {**RECORD, "again": True}], "costs nothing has units"),
-        ([RECORD, {**RECORD, "outcome": "failed"}], "costs nothing has units"),
-        ([RECORD, {**RECORD, "http_id": "b"}], "nobody's"),
+        ([{**RECORD, "tenant": "beta"}], "records of another tenant"),
+        ([RECORD, {**RECORD, "again": True}], "without a charge have units"),
+        ([RECORD, {**RECORD, "outcome": "failed"}], "without a charge have units"),
+        ([RECORD, {**RECORD, "http_id": "b"}], "records of an unknown request"),
         ([{**RECORD, "drawn": 8}], "rose by 7, records have 8 drawn"),
     ],
 )
-def test_uneven_books_are_seen(rows: list[dict[str, Any]], fault: str) -> None:
-    told = Told()
-    told.rows = rows
-    assert any(fault in each for each in told.books().faults([ASKED], counted=True))
+def test_books_that_do_not_balance_have_a_fault(rows: list[dict[str, Any]], fault: str) -> None:
+    server = FakeServer()
+    server.rows = rows
+    assert any(fault in each for each in server.books().faults([RESULT], counted=True))
 
 
-def test_sums_that_are_not_those_of_the_records_and_engines_that_died_are_seen() -> None:
-    told = Told()
-    told.sums["requests"] = 2
-    assert any("sums of the month" in each for each in told.books().faults([ASKED], counted=True))
-    told = Told()
-    told.replica = "r2"
-    assert any("other engines" in each for each in told.books().faults([ASKED], counted=True))
-    assert told.books().faults([ASKED], counted=False) == []
+def test_wrong_sums_and_new_engines_are_faults() -> None:
+    server = FakeServer()
+    server.sums["requests"] = 2
+    assert any("sums of the month" in each for each in server.books().faults([RESULT], counted=True))
+    server = FakeServer()
+    server.replica = "r2"
+    assert any("the engines have changed" in each for each in server.books().faults([RESULT], counted=True))
+    assert server.books().faults([RESULT], counted=False) == []
 
 
-def test_what_stood_in_a_redis_that_was_emptied_is_not_missed() -> None:
-    told = Told()
-    told.rows, told.sums = [], dict.fromkeys(told.sums, 0)
-    books = told.books()
-    books.emptied(ASKED.at + 0.5)
-    assert books.faults([ASKED], counted=False) == []
-    later = chaos.Asked(2.0, 1.0, 0.1, "answered", "b", "acme", SAID)
-    assert any("not in the books" in each for each in books.faults([ASKED, later], counted=False))
+def test_records_lost_with_redis_are_no_fault() -> None:
+    server = FakeServer()
+    server.rows, server.sums = [], dict.fromkeys(server.sums, 0)
+    books = server.books()
+    books.on_emptied(RESULT.at + 0.5)
+    assert books.faults([RESULT], counted=False) == []
+    later = chaos.RequestResult(2.0, 1.0, 0.1, "answered", "b", "acme", USAGE)
+    assert any("not in the books" in each for each in books.faults([RESULT, later], counted=False))

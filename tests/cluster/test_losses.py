@@ -21,9 +21,9 @@ from chaos import (
     ADMIN,
     CONTROLLER,
     OPERATOR,
+    RECOVERED_ANSWERS,
     REPLICA,
     SETTINGS,
-    SETTLED,
     TENANTS,
     Clients,
     Failure,
@@ -41,8 +41,8 @@ CLOCK = Path(__file__).parents[1] / "support" / "clock"
 Start = Callable[..., Any]
 
 
-def survived(start: Start, folder: Path, *failures: Failure, store: RedisServer | None = None) -> None:
-    """They happen one after the other; each time requests end as they may, and the books are even."""
+def survive_all(start: Start, folder: Path, *failures: Failure, store: RedisServer | None = None) -> None:
+    """Run the failures one after the other; all outcomes are allowed and the books balance."""
     journal = Journal(folder / "journal.jsonl")
     run(start, folder, iter(failures), journal, store=store)
     assert not journal.faults
@@ -59,7 +59,7 @@ def test_steps_that_find_no_memory(start: Start, tmp_path: Path, monkeypatch: py
     failure = Failure(
         "no memory for steps", lambda _: file.touch(), may, lambda _: file.unlink(), seconds=5.0, counted=True
     )
-    survived(partial(start, replica="starved:StarvedReplica"), tmp_path, failure)
+    survive_all(partial(start, replica="starved:StarvedReplica"), tmp_path, failure)
 
 
 # ---- disk ----
@@ -98,8 +98,8 @@ def test_a_full_disk(start: Start, tmp_path: Path, small_disk: Path, monkeypatch
     def room(world: World) -> None:
         ballast.unlink()
 
-    failures = Failure("the disk full", fill, mend=room, seconds=15.0, counted=True)
-    survived(start, tmp_path, failures, Failure("an engine killed, the disk full", kill, mend=room, seconds=20.0))
+    failures = Failure("the disk full", fill, undo=room, seconds=15.0, counted=True)
+    survive_all(start, tmp_path, failures, Failure("an engine killed, the disk full", kill, undo=room, seconds=20.0))
 
 
 # ---- the time of day ----
@@ -136,9 +136,9 @@ def test_the_clock_set_back_and_forward(start: Start, tmp_path: Path, monkeypatc
     failures = (
         Failure("the clock set back by an hour", by(-3600), seconds=5.0, counted=True),
         Failure("the clock set forward by two hours", by(3600), seconds=5.0, counted=True),
-        Failure("Serve's controller killed, the clock set back", by(-3600), mend=controller, seconds=2.0, counted=True),
+        Failure("Serve's controller killed, the clock set back", by(-3600), undo=controller, seconds=2.0, counted=True),
     )
-    survived(start, tmp_path, *failures, store=SetBack(tmp_path))
+    survive_all(start, tmp_path, *failures, store=SetBack(tmp_path))
 
 
 def controller(world: World) -> None:
@@ -160,13 +160,13 @@ def test_without_its_head_what_is_there_serves_on_and_ends_with_the_next_loss(
     try:
         world, clients = World(server, store), Clients(server.url, 0.5)
         with clients.at_work():
-            within(lambda: len(clients.asked) > SETTLED)
+            within(lambda: len(clients.results) > RECOVERED_ANSWERS)
             at = time.monotonic()
             world.kill(head, 1)
             within(lambda: "goes on serving" in server.output.read_text() or server.process.poll() is not None)
             known = time.monotonic()
             if head == "gcs_server":
-                within(lambda: len(clients.since(known)) > 3 * SETTLED)
+                within(lambda: len(clients.since(known)) > 3 * RECOVERED_ANSWERS)
                 assert {each.outcome for each in clients.since(at)} <= {"answered", "limited"}
             world.kill(REPLICA, 1)  # the daemon may have taken an engine or a router along, and so the server
             assert server.process.wait(120.0) != 0
@@ -174,7 +174,7 @@ def test_without_its_head_what_is_there_serves_on_and_ends_with_the_next_loss(
         assert server.processes() == {}
         server = start(tmp_path, settings, "--replicas", "2", "--routers", "2")
         books = Books(World(server, store).get, ADMIN, OPERATOR, TENANTS)
-        assert books.faults(clients.asked, counted=False) == []
+        assert books.faults(clients.results, counted=False) == []
         server.stop(signal.SIGINT)
     finally:
         end(server)

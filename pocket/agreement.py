@@ -1,4 +1,4 @@
-"""How often two model folders write the same greedy turn: an inflated model and Pocket.
+"""Compare the greedy turns of two model folders: an inflated model and Pocket.
 
 ``python -m pocket.agreement DIR [--source pocket] [--count 50] [--dtype float32]``
 """
@@ -22,7 +22,7 @@ SEED = 51
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How many of ``count`` turns were the same, and the first that was not: what each model wrote."""
+    """The number of equal turns of ``count``, and both texts of the first turn that differs."""
 
     same: int
     count: int
@@ -33,25 +33,31 @@ class Agreement:
 
 
 def mixed_tasks(count: int) -> list[Task]:
-    """``count`` held-out tasks, of all suites of short conversations in turn."""
+    """``count`` held-out tasks, taken in turn from all suites of short conversations."""
     suites = [suite for suite in SUITES if suite != "turn_30"]
-    found = [tasks(suite, -(-count // len(suites)), SEED) for suite in suites]
-    return [task for together in zip(*found, strict=True) for task in together][:count]
+    tasks_by_suite = [tasks(suite, -(-count // len(suites)), SEED) for suite in suites]
+    return [task for round_ in zip(*tasks_by_suite, strict=True) for task in round_][:count]
 
 
-def written(folder: Path, found: Sequence[Task], dtype: torch.dtype, device: str) -> list[str]:
+def greedy_turns(folder: Path, chosen_tasks: Sequence[Task], dtype: torch.dtype, device: str) -> list[str]:
     """Greedy turns of the model in ``folder``, computed in ``dtype``."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    return answers(model, tokenizer, found)
+    return answers(model, tokenizer, chosen_tasks)
 
 
 def agreement(
     folder: Path, source: Path, count: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Agreement:
     """Compare ``folder`` in ``dtype`` with ``source`` in float32 on ``count`` held-out tasks."""
-    found = mixed_tasks(count)
-    pairs = list(zip(written(source, found, torch.float32, device), written(folder, found, dtype, device), strict=True))
+    chosen_tasks = mixed_tasks(count)
+    pairs = list(
+        zip(
+            greedy_turns(source, chosen_tasks, torch.float32, device),
+            greedy_turns(folder, chosen_tasks, dtype, device),
+            strict=True,
+        )
+    )
     different = [pair for pair in pairs if pair[0] != pair[1]]
     return Agreement(len(pairs) - len(different), len(pairs), different[0] if different else None)
 
@@ -66,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
     source = WEIGHTS if options.source == "pocket" else Path(options.source)
-    found = agreement(options.model, source, options.count, getattr(torch, options.dtype), options.device)
-    print(found)
-    if found.first_difference:
-        print("source   {!r}\ninflated {!r}".format(*found.first_difference))
-    return 1 if options.dtype == "float32" and found.first_difference else 0
+    result = agreement(options.model, source, options.count, getattr(torch, options.dtype), options.device)
+    print(result)
+    if result.first_difference:
+        print("source   {!r}\ninflated {!r}".format(*result.first_difference))
+    return 1 if options.dtype == "float32" and result.first_difference else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training batches: conversations of one seed range as padded rows, with skipped positions and marked targets.
 
-They come in pools, which worker processes may make ahead; what is made does not depend on how many there are.
+Batches come in pools, which worker processes may make ahead. The number of workers does not change the batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pocket.tokenizer import CONTEXT, load
 from pocket.words import Lexicon, Split
 
 POOL_BATCHES = 64
-"""Batches that are cut together, so that rows of similar length meet."""
+"""Batches in a pool. They are cut together, so that a batch has rows of similar length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tokenized conversation: tokens, rotary positions, which tokens the assistant wrote, where pointing looks."""
+    """One tokenized conversation: tokens, rotary positions, the assistant's tokens, and the targets of pointing."""
 
     ids: list[int]
     positions: list[int]
@@ -40,9 +40,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``ids`` and ``positions`` ``[rows, length]``; flat ``where`` of predicting tokens; their ``targets``.
+    """A batch: ``ids`` and ``positions`` are ``[rows, length]``.
 
-    ``pointing`` is where each of ``HEADS`` is to look.
+    ``where`` are flat indices of the predicting tokens, and ``targets`` the tokens they predict. ``pointing`` has the
+    targets of each of ``HEADS``.
     """
 
     ids: Tensor
@@ -66,9 +67,9 @@ class Batch:
 
 
 def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Random, context: int = CONTEXT) -> Row:
-    """The conversation as a row; in half the rows positions jump ahead at random span borders.
+    """The conversation as a row. In half of the rows, positions jump ahead at random span borders.
 
-    The jumps let short rows show every rotary distance up to the context without its cost.
+    The jumps give short rows every rotary distance up to the context, without the cost of long rows.
     """
     pieces = spans(conversation)
     encoded = tokenizer.encode_batch([span.text for span in pieces])
@@ -87,14 +88,14 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
         learned += [span.learned] * len(piece.ids)
         at += len(piece.ids)
     choices = {
-        name: [choice for choice in found if choice.at < context]
-        for name, found in row_choices(conversation, pieces, encoded).items()
+        name: [choice for choice in head_choices if choice.at < context]
+        for name, head_choices in row_choices(conversation, pieces, encoded).items()
     }
     return Row(ids[:context], positions[:context], learned[:context], choices)
 
 
 def collate(rows: list[Row]) -> Batch:
-    """Rows padded on the right to a multiple of 32; causal attention never looks at the padding."""
+    """Pad rows on the right to a multiple of 32. Causal attention never reads the padding."""
     length = -(-max(len(row.ids) for row in rows) // 32) * 32
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     positions = torch.zeros(len(rows), length, dtype=torch.long)
@@ -112,13 +113,13 @@ def collate(rows: list[Row]) -> Batch:
 
 
 def word_pieces(tokenizer: Tokenizer) -> list[str]:
-    """The tokens that are lower-case letters alone, in a fixed order."""
+    """The tokens of lower-case letters only, in a fixed order."""
     return sorted(token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha() and token.islower())
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Which conversations a pool is made of; ``narrow_share`` of them draw from few words each."""
+    """The kinds of conversations in a pool. The share ``narrow_share`` draws from few words each."""
 
     most_tools: int = MOST_TOOLS
     long_share: float = 0.0
@@ -139,15 +140,15 @@ class Mix:
 
 
 def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = Mix()) -> Iterator[Batch]:
-    """The batches of one pool; ``(seed, pool)`` determines them, so training resumes anywhere."""
+    """The batches of one pool. ``(seed, pool)`` determines them, so training can resume anywhere."""
     rng = random.Random(f"{seed}/{pool}")
     lex = Lexicon(Split.TRAIN, word_pieces(tokenizer))
     rows: list[Row] = []
-    wanted = POOL_BATCHES * tokens
-    while wanted > 0:
+    missing = POOL_BATCHES * tokens
+    while missing > 0:
         row = tokenized(mix.draw(rng, lex), tokenizer, rng)
         rows.append(row)
-        wanted -= len(row.ids)
+        missing -= len(row.ids)
     rows.sort(key=lambda row: len(row.ids))
     groups: list[list[Row]] = [[]]
     for row in rows:
@@ -161,7 +162,7 @@ def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool to be made: everything that determines its batches but the tokenizer."""
+    """The description of a pool: everything that determines its batches, except the tokenizer."""
 
     seed: int
     number: int
@@ -170,15 +171,14 @@ class Pool:
 
 
 def feed(pools: Iterable[Pool], folder: Path, workers: int) -> Iterator[list[Batch]]:
-    """The batches of every pool, in order; the tokenizer lies in ``folder``.
+    """The batches of every pool, in order. ``folder`` has the tokenizer.
 
-    Without workers a pool is made when it is asked for; with them each worker has one pool in the making and one
-    more is waiting.
+    Without workers a pool is made on demand. With workers, each makes one pool, and one more waits.
     """
     if not workers:
         tokenizer = load(folder)
         for pool in pools:
-            yield made(pool, tokenizer)
+            yield pool_batches(pool, tokenizer)
         return
     # Not forked: the parent may have started CUDA.
     with ProcessPoolExecutor(workers, get_context("spawn"), _start, (folder,)) as executor:
@@ -195,13 +195,13 @@ def feed(pools: Iterable[Pool], folder: Path, workers: int) -> Iterator[list[Bat
                 future.cancel()
 
 
-def made(pool: Pool, tokenizer: Tokenizer) -> list[Batch]:
+def pool_batches(pool: Pool, tokenizer: Tokenizer) -> list[Batch]:
     """The batches of one pool."""
     return list(batches(tokenizer, pool.seed, pool.number, pool.tokens, pool.mix))
 
 
 _tokenizers: list[Tokenizer] = []
-"""Of a worker process: the tokenizer it was started with."""
+"""The tokenizer of a worker process."""
 
 
 def _start(folder: Path) -> None:
@@ -210,4 +210,4 @@ def _start(folder: Path) -> None:
 
 
 def _make(pool: Pool) -> list[Batch]:
-    return made(pool, _tokenizers[0])
+    return pool_batches(pool, _tokenizers[0])

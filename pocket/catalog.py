@@ -1,7 +1,7 @@
-"""Tools written by hand, with natural requests: the ones that agents and demos of every field offer.
+"""Tools written by hand, with natural requests. Agents and demos of many fields offer such tools.
 
-A line of ``parameters`` reads ``name|other_name:kind`` (``?`` after the names: optional; ``enum=a|b`` lists choices);
-one of the names is drawn per conversation. ``{0}`` in a request is the value of the first parameter.
+A line of ``parameters`` has the form ``name|other_name:kind`` (``?`` after the names: optional; ``enum=a|b``: choices).
+Each conversation draws one of the names. ``{0}`` in a request is the value of the first parameter.
 """
 
 from __future__ import annotations

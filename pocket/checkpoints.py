@@ -1,14 +1,13 @@
-"""A training run that goes on from others': a deeper one, or the mean of several.
+"""Make a training run from others: a deeper one, or the mean of several.
 
-``python -m pocket.checkpoints grow --checkpoint OLD --out NEW`` adds layers. Those on top start with
-output projections of zero, so that the deeper Pocket says what the old one does until training moves them. Weights are
-the old run's average; optimizers, steps and the place in the data start anew.
+``python -m pocket.checkpoints grow --checkpoint OLD --out NEW`` adds layers on top. Their output projections start at
+zero, so the deeper Pocket writes the same text as the old one until training changes them. The weights are the old
+run's average. Optimizers, steps and the position in the data start from zero.
 
-``python -m pocket.checkpoints merge --base OLD --checkpoint A --checkpoint B --out NEW`` joins runs
-that went on from the same checkpoint with other seeds, as on machines that share no memory. Weights, their averages and
-the optimizers' moments are means, each run by the tokens it has seen since; steps and the place in the data are the
-first one's. Runs that part for some thousand steps stay near enough for their mean to be better than either (Local SGD,
-Stich 2019).
+``python -m pocket.checkpoints merge --base OLD --checkpoint A --checkpoint B --out NEW`` joins runs that continued the
+same checkpoint with different seeds, for example on machines that share no memory. Weights, averages and optimizer
+moments become means, weighted by each run's tokens since the base. Steps and the position in the data are those of the
+first run. After some thousand steps apart, the mean is still better than either run (Local SGD, Stich 2019).
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from pocket.model import PocketShape
 from pocket.train import Run, TrainConfig, new_run, save
 
 State = dict[str, Any]
-"""What ``Run.state`` says."""
+"""The result of ``Run.state``."""
 MEANS = ("model", "optimizers", "average")
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-"""What of a new layer starts at zero."""
+"""The weights of a new layer that start at zero."""
 
 
 def grown(average: dict[str, torch.Tensor], shape: PocketShape, layers: int, config: TrainConfig) -> Run:
-    """A run at step zero with ``layers`` layers more than ``shape``, from the weights ``average``."""
+    """A run at step zero with the weights ``average`` and ``layers`` more layers than ``shape``."""
     deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + layers)
     run = new_run(config, deeper, torch.device("cpu"))
     weights = {
@@ -46,20 +45,20 @@ def grown(average: dict[str, torch.Tensor], shape: PocketShape, layers: int, con
 
 
 def merged(base: State, states: Sequence[State]) -> State:
-    """The mean of ``states``, which went on from ``base``. Raises ValueError for another shape, or without a token."""
+    """The mean of ``states``, which continued ``base``. Raises ValueError if shapes differ or tokens are missing."""
     for state in states:
         if state["shape"] != base["shape"]:
-            raise ValueError(f"a run has another shape than the one it is to come from: {state['shape']}")
-    seen = [state["tokens"] - base["tokens"] for state in states]
-    if min(seen, default=0) <= 0:
-        raise ValueError(f"every run must have gone on from the base; tokens since: {seen}")
-    shares = [tokens / sum(seen) for tokens in seen]
+            raise ValueError(f"a run differs in shape from the base: {state['shape']}")
+    new_tokens = [state["tokens"] - base["tokens"] for state in states]
+    if min(new_tokens, default=0) <= 0:
+        raise ValueError(f"every run must have tokens beyond the base; tokens since: {new_tokens}")
+    shares = [tokens / sum(new_tokens) for tokens in new_tokens]
     means = {name: mean([state[name] for state in states], shares) for name in MEANS}
-    return {**states[0], **means, "tokens": base["tokens"] + sum(seen)}
+    return {**states[0], **means, "tokens": base["tokens"] + sum(new_tokens)}
 
 
 def mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
-    """The weighted mean of every tensor of floats within ``values``, which are built alike; the first of all else."""
+    """The weighted mean of each float tensor in ``values``, all built alike. Other items come from the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: mean([value[key] for value in values], shares) for key in first}
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     merge.add_argument("--checkpoint", type=Path, action="append", required=True, help="folder of a run; repeat")
     merge.set_defaults(run=_merge)
     for way in (grow, merge):
-        way.add_argument("--out", type=Path, required=True, help="folder of the new run, made here")
+        way.add_argument("--out", type=Path, required=True, help="folder of the new run, which must not exist")
     options = parser.parse_args(argv)
     options.run(options)
     return 0
@@ -109,7 +108,7 @@ def _state(folder: Path) -> State:
 
 
 def _begin(out: Path, source: Path) -> None:
-    """Make the new run's folder, with the tokenizer of the run it comes from."""
+    """Make the new run's folder, with the tokenizer of the source run."""
     out.mkdir(parents=True)
     shutil.copy(source / "tokenizer.json", out)
 

@@ -1,4 +1,4 @@
-"""Conversations with tools, composed from episodes: the training data and, with held-out words, the test data."""
+"""Conversations with tools, composed from episodes: training data or, with held-out words, test data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_TOOLS = 8
 
 @dataclass(slots=True)
 class Writer:
-    """A conversation in the making: its tools, its words, and the messages so far; a ``terse`` one has no answers."""
+    """An unfinished conversation: its tools, words and messages so far. A ``terse`` one has no answers."""
 
     rng: random.Random
     lex: Lexicon
@@ -57,22 +57,22 @@ class Writer:
         return calls
 
     def call(self, requests: list[Request]) -> list[Json]:
-        """Append an assistant turn with one call per request, then the results, which are returned."""
+        """Append an assistant turn with one call per request, and their results. Returns the results."""
         calls = self.ask_for(requests)
         results = [self.result(request.tool) for request in requests]
-        for made, result in zip(calls, results, strict=True):
+        for call, result in zip(calls, results, strict=True):
             content = result_text(result, self.rng)
-            self.messages.append({"role": "tool", "tool_call_id": made["id"], "content": content})
+            self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         return results
 
     def result(self, tool: Tool) -> Json:
-        """What ``tool`` returns; one call in twenty-five fails."""
+        """A result of ``tool``; one call in twenty-five fails."""
         if self.rng.random() < 0.04:
             return {"error": self.rng.choice(("not found", "timeout", "permission denied", "service unavailable"))}
         return {f.name: f.draw(self.rng, self.lex) for f in tool.result}
 
     def answer(self, requests: list[Request], results: list[Json]) -> None:
-        """Append the final text that quotes what came back."""
+        """Append the final text, which quotes the results."""
         if self.terse:
             return
         self.say("assistant", " ".join(report(q, r) for q, r in zip(requests, results, strict=True)))
@@ -97,8 +97,8 @@ def report(request: Request, result: Json) -> str:
     if "error" in result:
         return f"The {in_words(request.tool.name)} call failed: {result['error']}."
     parts = [f"{in_words(key)} is {plain(value)}" for key, value in result.items()]
-    said = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    return f"The {said}."
+    fields = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return f"The {fields}."
 
 
 def single(w: Writer) -> None:
@@ -115,7 +115,7 @@ def parallel(w: Writer) -> None:
 
 
 def parallel_requests(w: Writer) -> list[Request]:
-    """Say what needs several independent calls; returns their requests."""
+    """Append a user message that needs several independent calls. Returns their requests."""
     count = w.rng.choice((2, 2, 2, 2, 3))
     first = w.rng.choice(w.tools)
     if w.rng.random() < 0.5:
@@ -133,7 +133,7 @@ def parallel_requests(w: Writer) -> list[Request]:
 
 
 def same_tool(tool: Tool, count: int, w: Writer) -> list[Request]:
-    """Ask for the same call with several values of its first parameter; empty when the tool does not lend itself."""
+    """Append a request for one call with several values of its first parameter. Empty if the tool does not allow it."""
     head = tool.parameters[0]
     if head.kind not in ("city", "person", "id", "word", "path", "ticker", "date"):
         return []
@@ -150,13 +150,13 @@ def same_tool(tool: Tool, count: int, w: Writer) -> list[Request]:
         ", ".join(values[:-1]) + w.rng.choice((" and ", " and in " if head.kind == "city" else " and ")) + values[-1]
     )
     text = base.text.replace(value, joined)
-    asked = replace(base, text=text)
-    w.say("user", sentence(asked, w.rng))
+    joint = replace(base, text=text)
+    w.say("user", sentence(joint, w.rng))
     return [replace(base, arguments={**base.arguments, head.name: v}) for v in values]
 
 
 def sequence(w: Writer) -> None:
-    """One request for several calls one after another; the arguments of all stand in the request."""
+    """One request for several calls one after another. It contains all their arguments."""
     requests = [ask(w.rng.choice(w.tools), w.rng, w.lex) for _ in range(w.rng.choice((2, 2, 3)))]
     then = w.rng.choice((", then ", " and then ", ". Then ", ", after that "))
     opening = w.rng.choice(("", "first, ", "please "))
@@ -166,7 +166,7 @@ def sequence(w: Writer) -> None:
 
 
 def chain(w: Writer) -> None:
-    """A call that needs a value of an earlier result, in the same request or in the next one."""
+    """A call that needs a value of an earlier result. The request for it is the same one or the next."""
     links = [link for a in w.tools for b in w.tools if a is not b for link in linked(a, b)]
     if not links:
         single(w)
@@ -196,7 +196,7 @@ def chain(w: Writer) -> None:
 
 
 def linked(first: Tool, second: Tool) -> list[tuple[Tool, Tool, str]]:
-    """The field of ``first``'s result that is ``second``'s first argument: of the same name, or the only one to fit."""
+    """The field of ``first``'s result that fits ``second``'s first argument: by its name, or as the only one."""
     head = second.parameters[0]
     same_thing = first.name.split("_")[-1] == second.name.split("_")[-1]
     fitting = [
@@ -218,24 +218,24 @@ def no_fit(w: Writer) -> None:
 
 
 def strange_request(w: Writer) -> str:
-    """What a user says that none of the tools can serve: something else altogether, or for a tool of another noun."""
+    """A user message that none of the tools can serve: off topic, or for a tool with another noun."""
     if w.rng.random() < 0.35:
         return off_topic(w.rng, w.lex)
     return sentence(ask(stranger(w), w.rng, w.lex), w.rng)
 
 
 def stranger(w: Writer) -> Tool:
-    """A tool that is not among the writer's, on another noun than any of them."""
+    """A tool that the writer lacks, with a noun that none of its tools has."""
     tool = draw_tool(w.rng, w.lex, w.lex.split is Split.TRAIN)
-    taken = {in_words(known.name) for known in w.tools}
-    nouns = {word for name in taken for word in name.split(" ")[1:]}
-    while in_words(tool.name) in taken or nouns & set(in_words(tool.name).split(" ")[1:]):
+    names = {in_words(known.name) for known in w.tools}
+    nouns = {word for name in names for word in name.split(" ")[1:]}
+    while in_words(tool.name) in names or nouns & set(in_words(tool.name).split(" ")[1:]):
         tool = random_tool(w.rng, w.lex)
     return tool
 
 
 def ask_back(w: Writer) -> None:
-    """A request that leaves out the required arguments, the question for them, and the call after the answer."""
+    """A request without its required arguments, the question for them, and the call after the answer."""
     candidates = [t for t in w.tools if not any("{" in pattern for pattern in t.requests)]
     if not candidates:
         single(w)
@@ -249,21 +249,21 @@ def ask_back(w: Writer) -> None:
     arguments: Json = {p.name: p.draw(w.rng, w.lex) for p in missing}
     only = arguments[missing[0].name]
     short = len(missing) == 1 and isinstance(only, str) and w.rng.random() < 0.5
-    asked = replace(tool, parameters=tuple(missing))
-    text, said = (only, arguments) if short else stated(asked, arguments, w.rng, set())
+    required = replace(tool, parameters=tuple(missing))
+    text, stated_arguments = (only, arguments) if short else stated(required, arguments, w.rng, set())
     w.say("user", text.strip(" ,"))
-    request = Request(text, tool, said)
+    request = Request(text, tool, stated_arguments)
     w.answer([request], w.call([request]))
 
 
 def chat(w: Writer) -> None:
-    """Small talk, or the question what the model can do."""
+    """Small talk, or a question about the model's abilities."""
     if w.rng.random() < 0.25:
         w.say("user", w.rng.choice(CAPABILITY))
         w.say("assistant", capability(w.tools))
         return
-    said, answer = small_talk(w.rng)
-    w.say("user", said)
+    text, answer = small_talk(w.rng)
+    w.say("user", text)
     w.say("assistant", answer)
 
 
@@ -280,14 +280,14 @@ EPISODES: tuple[tuple[Episode, float], ...] = (
 
 
 def draw_tool(rng: random.Random, lex: Lexicon, catalog: bool) -> Tool:
-    """A tool of the catalog (a third, where ``catalog`` allows) or a composed one."""
+    """A tool of the catalog (one in three, if ``catalog`` is set) or a composed one."""
     if catalog and rng.random() < 0.33:
         return restyled(catalog_tool(rng.choice(CATALOG[rng.choice(tuple(CATALOG))]), rng), rng)
     return restyled(random_tool(rng, lex), rng)
 
 
 def draw_tools(rng: random.Random, lex: Lexicon, count: int, catalog_share: float) -> tuple[Tool, ...]:
-    """A set of tools with different names: of one catalog field, composed at random, or siblings that share a noun."""
+    """Tools with different names: from one field of the catalog, composed at random, or siblings that share a noun."""
     tools: dict[str, Tool] = {}
     if rng.random() < catalog_share:
         rows = CATALOG[rng.choice(tuple(CATALOG))]
@@ -307,16 +307,18 @@ def draw_tools(rng: random.Random, lex: Lexicon, count: int, catalog_share: floa
 
 
 def sibling(tool: Tool, rng: random.Random, lex: Lexicon) -> Tool:
-    """A tool on the same noun that takes the id which ``tool`` may return."""
+    """A tool with the noun of ``tool`` that takes an id or a field of its result."""
     noun = "_".join(in_words(tool.name).split(" ")[1:]) or lex.noun(rng)
     head = Parameter(f"{noun}_id", "id")
     for f in tool.result:
         if f.kind not in ("integer", "number") and not f.choices and rng.random() < 0.5:
             head = Parameter(f.name, f.kind)
     own = set(VERBS.get(in_words(tool.name).split(" ")[0], ()))
-    made = random_tool(rng, lex, verb=rng.choice([v for v, said in VERBS.items() if not own & set(said)]), noun=noun)
-    rest = tuple(p for p in made.parameters if p.name != head.name)[: rng.randint(0, 2)]
-    return replace(made, parameters=(head, *rest))
+    composed = random_tool(
+        rng, lex, verb=rng.choice([v for v, verbs in VERBS.items() if not own & set(verbs)]), noun=noun
+    )
+    rest = tuple(p for p in composed.parameters if p.name != head.name)[: rng.randint(0, 2)]
+    return replace(composed, parameters=(head, *rest))
 
 
 def write(
@@ -328,9 +330,9 @@ def write(
     episodes: tuple[Episode, ...] = (),
     catalog_share: float | None = None,
 ) -> Conversation:
-    """A conversation of at least ``turns`` assistant turns with ``tools`` tools, or of exactly the ``episodes`` given.
+    """A conversation with ``tools`` tools: at least ``turns`` assistant turns, or exactly ``episodes``.
 
-    ``catalog_share`` of the tool sets come from the catalog; by default only in training.
+    The share ``catalog_share`` of the tool sets comes from the catalog; by default only in training.
     """
     if catalog_share is None:
         catalog_share = 0.45 if lex.split is Split.TRAIN else 0.0
@@ -347,7 +349,7 @@ def write(
 
 
 def echo(rng: random.Random, lex: Lexicon) -> Conversation:
-    """Values of every kind to be repeated word for word: the plainest exercise in copying."""
+    """Requests to repeat values of every kind word for word: the simplest exercise in copying."""
     writer = Writer(rng, lex, ())
     for _ in range(rng.randint(1, 3)):
         values = [mention(KINDS[rng.choice(tuple(KINDS))].draw(rng, lex)) for _ in range(rng.randint(2, 16))]
@@ -365,7 +367,7 @@ def training_conversation(
     long_share: float = 0.0,
     echo_share: float = 0.02,
 ) -> Conversation:
-    """The conversation of one seed; ``long_share`` of them run to 20 to 38 turns, ``echo_share`` only repeat."""
+    """The conversation of one seed. ``long_share`` of them have 20 to 38 turns; ``echo_share`` only repeat."""
     rng = random.Random(seed)
     lex = lex or _LEXICONS[Split.TRAIN]
     if rng.random() < echo_share:

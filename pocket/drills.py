@@ -1,7 +1,7 @@
-"""Drills: training conversations made of decisions alone, nearly twice as many per token as in whole conversations.
+"""Drills: training conversations of decisions alone, nearly twice as many per token as in whole conversations.
 
-Requests follow one another without final answers and mostly without results, and some replies are learned only up to
-the point where nothing is left to decide. The scores never use drills.
+Requests follow one another without final answers and mostly without results. Some replies are learned only up to their
+last decision. The scores never use drills.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_TOOL = "I have no tool for that."
 
 
 def drill(rng: random.Random, lex: Lexicon, most_tools: int) -> Conversation:
-    """Six to twelve requests over one set of tools; half the sets have no descriptions of parameters."""
+    """Six to twelve requests with one set of tools. Half of the sets have no descriptions of parameters."""
     tools = tuple(varied(tool, rng, lex) for tool in draw_tools(rng, lex, rng.randint(1, most_tools), 0.3))
     if rng.random() < 0.5:
         tools = tuple(undescribed(tool) for tool in tools)
@@ -37,7 +37,7 @@ def undescribed(tool: Tool) -> Tool:
 
 
 def varied(tool: Tool, rng: random.Random, lex: Lexicon) -> Tool:
-    """``tool``, more often than elsewhere with camel-case names, or with parameters named after something as well."""
+    """``tool`` with camel-case names (one in five), or with nouns added to some parameter names."""
     names = [f"{lex.noun(rng)}_{p.name}" if rng.random() < 0.12 else p.name for p in tool.parameters]
     parameters = tuple(replace(p, name=name) for p, name in zip(tool.parameters, names, strict=True))
     tool = replace(tool, parameters=parameters) if len({*names}) == len(names) else tool
@@ -45,22 +45,22 @@ def varied(tool: Tool, rng: random.Random, lex: Lexicon) -> Tool:
 
 
 def decide(w: Writer) -> None:
-    """A request for one of the tools or, as often, for none of them; learned up to the tool's name.
+    """A request for one of the tools or, as often, for none of them. It is learned up to the tool's name.
 
-    Both are said in the same ways, with arguments and without, so that only the tools tell them apart.
+    Both kinds have the same wording, with and without arguments, so that only the tools distinguish them.
     """
     if w.rng.random() < 0.5:
         tool = w.rng.choice(w.tools)
-        w.say("user", _said(w, tool))
+        w.say("user", _request_text(w, tool))
         _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
         return
-    elsewhere = w.rng.random() < 0.15
-    w.say("user", off_topic(w.rng, w.lex) if elsewhere else _said(w, _unfitting(w)))
+    is_off_topic = w.rng.random() < 0.15
+    w.say("user", off_topic(w.rng, w.lex) if is_off_topic else _request_text(w, _missing_tool(w)))
     _begin(w, NO_TOOL)
 
 
-def _unfitting(w: Writer) -> Tool:
-    """A tool that is not there; mostly one that does to another thing what one of those there does."""
+def _missing_tool(w: Writer) -> Tool:
+    """A tool that the writer lacks. It mostly shares a verb with one of the writer's tools, but not the noun."""
     verbs = [verb for tool in w.tools if (verb := in_words(tool.name).split(" ")[0]) in VERBS]
     if not verbs or w.rng.random() < 0.35:
         return stranger(w)
@@ -71,13 +71,13 @@ def _unfitting(w: Writer) -> Tool:
             return tool
 
 
-def _said(w: Writer, tool: Tool) -> str:
-    """A request for ``tool``: its name in words, a sentence without arguments, or one with all that it needs."""
-    how = w.rng.random()
-    if how < 0.15:
+def _request_text(w: Writer, tool: Tool) -> str:
+    """A request for ``tool``: its name in words, a sentence without arguments, or one with all required arguments."""
+    chance = w.rng.random()
+    if chance < 0.15:
         return in_words(tool.name)
     bare = [pattern for pattern in tool.requests if "{" not in pattern]
-    request = Request(w.rng.choice(bare), tool, {}) if bare and how < 0.4 else ask(tool, w.rng, w.lex)
+    request = Request(w.rng.choice(bare), tool, {}) if bare and chance < 0.4 else ask(tool, w.rng, w.lex)
     return sentence(request, w.rng)
 
 
@@ -94,7 +94,7 @@ def calls(w: Writer) -> None:
 
 
 def spread(w: Writer) -> None:
-    """One request for the same call with several values, where a tool lends itself."""
+    """One request for the same call with several values, if a tool allows it."""
     for tool in w.rng.sample(w.tools, len(w.tools)):
         if requests := same_tool(tool, w.rng.choice((2, 2, 3)), w):
             w.ask_for(requests)

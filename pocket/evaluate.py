@@ -2,7 +2,7 @@
 
 ``python -m pocket.evaluate [--model DIR] [--count N] [--json FILE]``
 
-A task is a conversation in unseen words, cut before the assistant turn that is to be written.
+A task is a conversation in unseen words, cut before the assistant turn that the model writes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MOST_NEW_TOKENS = 320
 LONG_TURNS = 35
 LATE_TURN = 30
 MOST_CHARACTERS = 24_000
-"""About 8,000 tokens; a longer conversation would not fit the context and is drawn again."""
+"""About 8,000 tokens. A longer conversation does not fit the context; another one is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the model sees, and the assistant message that is right."""
+    """The model's input, and the right assistant message."""
 
     messages: tuple[Json, ...]
     tools: tuple[Json, ...]
@@ -73,7 +73,7 @@ def parallel_task(rng: random.Random) -> Task:
 
 
 def chain_task(rng: random.Random) -> Task:
-    """A call whose first argument stands in an earlier result."""
+    """A call whose first argument comes from an earlier result."""
     while True:
         conversation = _draw(rng, episodes.chain)
         calls = [m for m in conversation.messages if m.get("tool_calls")]
@@ -82,13 +82,13 @@ def chain_task(rng: random.Random) -> Task:
 
 
 def no_tool_task(rng: random.Random) -> Task:
-    """A request that no tool fits, in every third task after a request that one did."""
+    """A request that no tool fits. One task in three has a request before it that a tool fits."""
     before = (episodes.single,) if rng.random() < 0.33 else ()
     return cut(_draw(rng, *before, episodes.no_fit), -1)
 
 
 def answer_task(rng: random.Random) -> Task:
-    """The text that quotes a result."""
+    """A text that quotes a result."""
     return cut(_draw(rng, episodes.single), 1)
 
 
@@ -121,7 +121,7 @@ def tasks(suite: str, count: int, seed: int) -> list[Task]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One line of the table: a share of ``count`` tasks, and the bar it is held against (0: reported only)."""
+    """One line of the table: a share of ``count`` tasks and its bar (0: no bar)."""
 
     suite: str
     measure: str
@@ -137,7 +137,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one written turn is worth."""
+    """The assessment of one written turn."""
 
     valid: bool
     named: bool
@@ -146,7 +146,7 @@ class Outcome:
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
-    """The calls of an assistant turn; None when a block is not a JSON object of name and arguments."""
+    """The calls of an assistant turn; None if a block is not a JSON object of name and arguments."""
     calls = []
     for block in _BLOCK.findall(text):
         try:
@@ -165,14 +165,14 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 def judge(task: Task, text: str) -> Outcome:
     """Compare a written turn with the right one; the order of parallel calls is free."""
-    wanted = [call_object(call) for call in task.expected.get("tool_calls", ())]
+    expected_calls = [call_object(call) for call in task.expected.get("tool_calls", ())]
     calls = parse_calls(text)
     declared = {tool["function"]["name"] for tool in task.tools}
-    if not wanted:
+    if not expected_calls:
         return Outcome(True, True, text == task.expected["content"], calls == [] and bool(text.strip()))
     valid = bool(calls)
     named = valid and all(call["name"] in declared for call in calls or ())
-    return Outcome(valid, named, valid and _canonical(calls or []) == _canonical(wanted), not calls)
+    return Outcome(valid, named, valid and _canonical(calls or []) == _canonical(expected_calls), not calls)
 
 
 def _canonical(calls: list[dict[str, Any]]) -> list[str]:
@@ -180,17 +180,17 @@ def _canonical(calls: list[dict[str, Any]]) -> list[str]:
 
 
 @torch.inference_mode()
-def answers(model: Any, tokenizer: Any, found: Sequence[Task]) -> list[str]:
+def answers(model: Any, tokenizer: Any, batch_tasks: Sequence[Task]) -> list[str]:
     """Greedy turns for tasks, in batches of similar length."""
     prompts = [
         tokenizer.apply_chat_template(
             list(task.messages), tools=list(task.tools), add_generation_prompt=True, tokenize=False
         )
-        for task in found
+        for task in batch_tasks
     ]
     lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
     order = sorted(range(len(prompts)), key=lambda i: lengths[i])
-    written = [""] * len(prompts)
+    texts = [""] * len(prompts)
     while order:
         size = max(1, min(len(order), BATCH_TOKENS // (lengths[order[-1]])))
         group, order = order[-size:], order[:-size]
@@ -199,8 +199,8 @@ def answers(model: Any, tokenizer: Any, found: Sequence[Task]) -> list[str]:
         )
         out = model.generate(**inputs, max_new_tokens=MOST_NEW_TOKENS, do_sample=False)
         for index, ids in zip(group, out[:, inputs["input_ids"].shape[1] :], strict=True):
-            written[index] = tokenizer.decode(ids, skip_special_tokens=True)
-    return written
+            texts[index] = tokenizer.decode(ids, skip_special_tokens=True)
+    return texts
 
 
 def scores_of(suite: str, outcomes: list[Outcome]) -> list[Score]:
@@ -235,15 +235,15 @@ def evaluate(folder: Path, count: int, seed: int, device: str = "cpu", show: int
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     scores: list[Score] = []
     for suite in SUITES:
-        found = tasks(suite, count if suite != "turn_30" else max(1, count // 2), seed)
-        written = answers(model, tokenizer, found)
-        outcomes = [judge(task, text) for task, text in zip(found, written, strict=True)]
+        suite_tasks = tasks(suite, count if suite != "turn_30" else max(1, count // 2), seed)
+        texts = answers(model, tokenizer, suite_tasks)
+        outcomes = [judge(task, text) for task, text in zip(suite_tasks, texts, strict=True)]
         scores += scores_of(suite, outcomes)
         wrong = [i for i, o in enumerate(outcomes) if not (o.is_text if suite == "no_tool" else o.exact)]
         for index in wrong[:show]:
             print(
-                f"[{suite}] {found[index].messages[-1]['content']}\n"
-                f"  wrote  {written[index]!r}\n  wanted {found[index].expected}"
+                f"[{suite}] {suite_tasks[index].messages[-1]['content']}\n"
+                f"  wrote  {texts[index]!r}\n  wanted {suite_tasks[index].expected}"
             )
     return scores
 

@@ -20,7 +20,7 @@ from holdfast.loadgen.inflate import WEIGHTS
 from pocket.model import PocketShape
 from pocket.tokenizer import SPECIAL, load, packaged
 
-_WRITTEN = {
+_EXPORTED = {
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -28,16 +28,15 @@ _WRITTEN = {
     "tokenizer_config.json",
     "chat_template.jinja",
 }
-_KEPT_WITH_IT = {"README.md", "scores.json"}  # a model card, and what `evaluate` found of the weights that go
+_EXTRA_FILES = {"README.md", "scores.json"}  # a model card, and the scores of the old weights
 
 
 def export(
     weights: Mapping[str, Tensor], shape: PocketShape, tokenizer_folder: Path, out: Path, dtype: torch.dtype
 ) -> None:
-    """Write config, weights, tokenizer and chat template; ``out`` appears whole or not at all.
+    """Write config, weights, tokenizer and chat template. ``out`` appears whole or not at all.
 
-    A model card that stands in ``out`` is kept, an older export goes. Raises FileExistsError for an ``out`` with
-    anything else in it.
+    A model card in ``out`` is kept, and an older export is replaced. Raises FileExistsError if ``out`` has other files.
     """
     check_free(out)
     tokenizer = packaged(load(tokenizer_folder))
@@ -50,8 +49,8 @@ def export(
     model.to(dtype)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as made:
-        temporary = Path(made) / "model"
+    with tempfile.TemporaryDirectory(dir=out.parent) as parent:
+        temporary = Path(parent) / "model"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         _add_old_names(temporary / "config.json", shape)
@@ -66,7 +65,7 @@ def check_free(out: Path) -> None:
     """Raise FileExistsError unless ``out`` is missing, empty, or an older export."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} exists and is not a folder")
-    others = sorted({file.name for file in out.iterdir()} - _WRITTEN - _KEPT_WITH_IT) if out.exists() else []
+    others = sorted({file.name for file in out.iterdir()} - _EXPORTED - _EXTRA_FILES) if out.exists() else []
     if others:
         raise FileExistsError(f"{out} holds {others[0]}, which no export writes: give a new or empty folder")
 
@@ -79,7 +78,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def _add_old_names(path: Path, shape: PocketShape) -> None:
-    """Programs older than transformers 5 look for these keys."""
+    """Add keys that programs older than transformers 5 read."""
     config = json.loads(path.read_text())
     config |= {"rope_theta": shape.rope_theta, "torch_dtype": config["dtype"]}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, help="training folder")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--last", action="store_true", help="the last weights in place of their average")
+    parser.add_argument("--last", action="store_true", help="export the last weights instead of their average")
     options = parser.parse_args(argv)
     state = torch.load(options.checkpoint / "checkpoint.pt", map_location="cpu", weights_only=True)
     try:

@@ -1,4 +1,4 @@
-"""Kinds of parameters: JSON type, likely names, how a user mentions a value, and how values are drawn."""
+"""Kinds of parameters: their JSON type, likely names, phrases that mention a value, and draws of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALNUM = string.ascii_letters + string.digits
 
 
 def identifier(rng: random.Random, lex: Lexicon) -> str:
-    """An opaque id in one of the shapes that real systems use."""
+    """An opaque id in a shape that real systems use."""
     digits = str(rng.randint(1, 10 ** rng.randint(2, 7)))
     shape = rng.randrange(8)
     if shape == 0:
@@ -189,17 +189,17 @@ def ticker(rng: random.Random, lex: Lexicon) -> str:
 def words_list(rng: random.Random, lex: Lexicon) -> list[str]:
     """Two or three short strings."""
     draw = rng.choice((lex.noun, lex.city, lex.person, lambda r: identifier(r, lex), lambda r: path(r, lex)))
-    found: list[str] = []
-    while len(found) < 2 or (len(found) < 3 and rng.random() < 0.5):
+    words: list[str] = []
+    while len(words) < 2 or (len(words) < 3 and rng.random() < 0.5):
         word = draw(rng)
-        if word not in found:
-            found.append(word)
-    return found
+        if word not in words:
+            words.append(word)
+    return words
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of value: JSON type, likely parameter names, clauses that mention it (``{v}``), and how to draw it."""
+    """One kind of value: JSON type, likely parameter names, clauses that mention it (``{v}``), and its draw."""
 
     json_type: str
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Pocket as a plain torch module for training: Llama under transformers' weight names, loss on chosen tokens only."""
+"""Pocket as a plain torch module for training: a Llama with transformers' weight names and logits of chosen tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRIPE = 256
 
 @dataclass(frozen=True, slots=True)
 class PocketShape:
-    """The numbers of the architecture; names as in a Llama ``config.json``."""
+    """The numbers of the architecture, named as in a Llama ``config.json``."""
 
     vocab_size: int = VOCABULARY
     hidden_size: int = 192
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
     def output(self, mixed: Tensor) -> Tensor:
-        """What ``mixed`` values ``[rows, heads, length, head_dim]`` add to the residual."""
+        """The change of the residual by ``mixed`` values ``[rows, heads, length, head_dim]``."""
         joined: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return joined
 
@@ -90,7 +90,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, shape: PocketShape) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The residual behind the layer; its queries and keys ``[rows, heads, length, head_dim]``."""
+        """The residual after the layer, and its queries and keys ``[rows, heads, length, head_dim]``."""
         q, k, v = self.before(x, cos, sin)
         return self.after(x, attend(q, k, v)), (q, k)
 
@@ -125,17 +125,17 @@ class Backbone(nn.Module):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The normed output ``[rows, length, hidden]``; each layer's queries and keys, for pointing.
+        """The normed output ``[rows, length, hidden]``, and each layer's queries and keys for pointing.
 
         Queries and keys are ``[rows, heads, length, head_dim]``.
         """
         x: Tensor = self.embed_tokens(ids)
-        seen = []
+        projections = []
         for layer in self.layers:
             x, queries_and_keys = layer(x, cos, sin)
-            seen.append(queries_and_keys)
+            projections.append(queries_and_keys)
         out: Tensor = self.norm(x)
-        return out, seen
+        return out, projections
 
 
 class Pocket(nn.Module):
@@ -160,12 +160,12 @@ class Pocket(nn.Module):
         """Logits ``[chosen, vocabulary]`` in float32; each layer's queries and keys, for pointing.
 
         ``ids`` and ``positions`` are ``[rows, length]``; ``where`` are flat indices of the tokens that predict a
-        learned one, so the head is computed for nothing else.
+        learned one. The head is computed for these alone.
         """
         cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
-        x, seen = self.model(ids, cos, sin)
+        x, projections = self.model(ids, cos, sin)
         x = x.flatten(0, 1)[where]
-        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), seen
+        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), projections
 
     def logits(self, ids: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """The logits alone."""
@@ -191,8 +191,8 @@ def _attend_in_stripes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = []
     for start in range(0, length, STRIPE):
         end = min(length, start + STRIPE)
-        asked = q[:, :, start:end].flatten(1, 2)
-        scores = torch.bmm(asked, k[:, :end].transpose(1, 2)).view(rows * kv_heads, group, end - start, end)
+        stripe = q[:, :, start:end].flatten(1, 2)
+        scores = torch.bmm(stripe, k[:, :end].transpose(1, 2)).view(rows * kv_heads, group, end - start, end)
         weights = (scores + later[start:end, :end]).softmax(-1).flatten(1, 2)
         out.append(torch.bmm(weights, v[:, :end]).view(rows, heads, end - start, dim))
     return torch.cat(out, 2)

@@ -1,14 +1,15 @@
-"""What a dtype costs in accuracy: ``python -m pocket.precision [--model DIR] [--dtypes A,B,...]``.
+"""The accuracy of dtypes: ``python -m pocket.precision [--model DIR] [--dtypes A,B,...]``.
 
-The same held-out tasks in each dtype, through our decoder and the engine, against the first dtype. `A/int8` is A with
-KV in int8, on a CPU, and `A/fp8` with KV in FP8, on a GPU. A format of `pocket.quantize` is the model with its layers
-rounded to that, and computed in float32.
+The engine and our decoder run the same held-out tasks in each dtype. The results are compared with those of the first
+dtype. `A/int8` is A with KV in int8, on a CPU. `A/fp8` is A with KV in FP8, on a GPU. A format of `pocket.quantize` is
+the model with its layers rounded to that format and computed in float32.
 
-- greedy turns: how many are the same text; of those with calls, in how many the calls are the same; how many are right.
-- the right turn, teacher-forced: its perplexity; the root mean square of what the logits are off by, over that of the
-  logits themselves (each token's less their mean, which changes nothing); how often the likeliest token is the same.
+- Greedy turns: the number of equal texts, of turns with equal calls (among turns with calls), and of right turns.
+- The right turn, teacher-forced: its perplexity, the relative error of its logits, and the share of tokens with the
+  same likeliest token. The error is a root mean square over that of the first dtype's logits. Each token's mean is
+  subtracted before; it changes nothing.
 
-Only models that our own decoder knows, with a vocabulary that Pocket's texts can be written in.
+The model must be one that our own decoder knows, with a vocabulary that can encode Pocket's texts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CELLS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one dtype made of the tasks. `logits`: of each right turn's tokens [n, vocabulary], float32."""
+    """The results of one dtype. `logits`: those of each right turn's tokens, [n, vocabulary], float32."""
 
     dtype: str
     turns: tuple[str, ...]
@@ -56,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One dtype against the first. Counts of `tasks` turns, `calling` of which call something in the first dtype."""
+    """One dtype compared with the first: counts of `tasks` turns. `calling` of them have calls in the first dtype."""
 
     dtype: str
     tasks: int
@@ -70,7 +71,7 @@ class Comparison:
 
 
 class Prompts:
-    """Tasks in the ids of a model's tokenizer."""
+    """Tasks as ids of a model's tokenizer."""
 
     def __init__(self, tasks: Sequence[Task], tokenizer: Any) -> None:
         self.tasks = tasks
@@ -85,24 +86,24 @@ class Prompts:
 
 
 def measure(loaded: LoadedRunner, prompts: Prompts, dtype: str) -> Outcome:
-    """Write every task's turn, and look at the right one's logits."""
-    turns = _written(loaded, prompts.prompts)
+    """Write the turn of every task, and compute the logits of the right turn."""
+    turns = _greedy_turns(loaded, prompts.prompts)
     logits, losses = [], []
     for prompt, whole in zip(prompts.prompts, prompts.whole, strict=True):
-        found = _logits(loaded, whole)[len(prompt) - 1 : -1]
-        wanted = torch.from_numpy(whole[len(prompt) :]).long()
-        losses.append(torch.nn.functional.cross_entropy(found, wanted, reduction="none"))
-        logits.append(found)
+        predictions = _logits(loaded, whole)[len(prompt) - 1 : -1]
+        targets = torch.from_numpy(whole[len(prompt) :]).long()
+        losses.append(torch.nn.functional.cross_entropy(predictions, targets, reduction="none"))
+        logits.append(predictions)
     right = sum(judge(task, turn).exact for task, turn in zip(prompts.tasks, turns, strict=True))
     return Outcome(dtype, tuple(turns), right, tuple(logits), torch.cat(losses).mean().exp().item())
 
 
 def compare(outcome: Outcome, first: Outcome) -> Comparison:
-    """`outcome` against the first dtype's."""
+    """Compare `outcome` with that of the first dtype."""
     pairs = list(zip(outcome.turns, first.turns, strict=True))
-    calls = [(parse_calls(one), wanted) for one, other in pairs if (wanted := parse_calls(other))]
-    off = torch.cat(outcome.logits), torch.cat(first.logits)
-    mine, theirs = (logits - logits.mean(1, keepdim=True) for logits in off)
+    calls = [(parse_calls(one), expected) for one, other in pairs if (expected := parse_calls(other))]
+    logits_pair = torch.cat(outcome.logits), torch.cat(first.logits)
+    own, reference = (logits - logits.mean(1, keepdim=True) for logits in logits_pair)
     return Comparison(
         dtype=outcome.dtype,
         tasks=len(pairs),
@@ -111,30 +112,30 @@ def compare(outcome: Outcome, first: Outcome) -> Comparison:
         same_calls=sum(one == other for one, other in calls),
         right=outcome.right,
         perplexity=outcome.perplexity,
-        logit_error=((mine - theirs).norm() / theirs.norm()).item(),
-        same_likeliest=(mine.argmax(1) == theirs.argmax(1)).double().mean().item(),
+        logit_error=((own - reference).norm() / reference.norm()).item(),
+        same_likeliest=(own.argmax(1) == reference.argmax(1)).double().mean().item(),
     )
 
 
-def _written(loaded: LoadedRunner, prompts: Sequence[TokenIds]) -> list[str]:
+def _greedy_turns(loaded: LoadedRunner, prompts: Sequence[TokenIds]) -> list[str]:
     engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window)
     for index, prompt in enumerate(prompts):
         engine.handle(Submit(str(index), tokens=prompt, sampling=Sampling(MOST_NEW_TOKENS)), 0.0)
-    written: list[list[int]] = [[] for _ in prompts]
+    ids_by_prompt: list[list[int]] = [[] for _ in prompts]
     finished = 0
     while engine.busy:
         for event in engine.step(0.0):
             if isinstance(event, Tokens):
-                written[int(event.request_id)] += event.tokens
+                ids_by_prompt[int(event.request_id)] += event.tokens
             finished += isinstance(event, Finished)
     if finished != len(prompts):
-        raise RuntimeError(f"{len(prompts) - finished} of {len(prompts)} turns were not finished")
+        raise RuntimeError(f"{len(prompts) - finished} of {len(prompts)} turns did not finish")
     tokenizer: Any = loaded.tokenizer
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in ids_by_prompt]
 
 
 def _logits(loaded: LoadedRunner, tokens: TokenIds) -> Tensor:
-    """Logits after each token [len(tokens), vocabulary], in one step over the store's first pages."""
+    """Logits after each token [len(tokens), vocabulary], computed in one step on the store's first pages."""
     kv = loaded.runner.kv
     pages = np.arange(-(-len(tokens) // kv.page_size), dtype=np.int32)
     table = PageTable(1, len(pages), kv.page_size, kv.pages, kv.data.device)
@@ -152,19 +153,19 @@ def _line(one: Comparison) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Raises ConfigError like `load_runner`."""
-    parser = argparse.ArgumentParser(prog="bench precision", description="What a dtype or a format costs in accuracy.")
+    parser = argparse.ArgumentParser(prog="bench precision", description="Measure the accuracy of dtypes and formats.")
     parser.add_argument("--model", default="pocket", help="'pocket' or a model folder with Pocket's tokenizer")
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="the others are compared with the first")
+    parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="comma-separated; the first is the reference")
     parser.add_argument("--device", default="cpu", choices=DEVICES[1:])
-    parser.add_argument("--count", type=int, default=100, help="tasks")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--count", type=int, default=100, help="number of tasks")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: all cores")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     dtypes = options.dtypes.split(",")
     known = (*PRECISIONS, *RECIPES)
     if unknown := set(dtypes) - set(known):
         parser.error(f"--dtypes: {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    tasks, first, found = mixed_tasks(options.count), None, []
+    tasks, first, comparisons = mixed_tasks(options.count), None, []
     print(f"{'':14} {'same turns':>12} {'same calls':>12} {'right':>6} {'perplexity':>11} {'logits off':>12} ", end="")
     print(f"{'same likeliest':>16}")
     for dtype in dtypes:
@@ -177,12 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             loaded = load_runner(in_precision(config, "float32" if dtype in RECIPES else dtype))
         outcome = measure(loaded, Prompts(tasks, loaded.tokenizer), dtype)
         first = first or outcome
-        found.append(compare(outcome, first))
-        print(_line(found[-1]), flush=True)
+        comparisons.append(compare(outcome, first))
+        print(_line(comparisons[-1]), flush=True)
         del loaded
     if options.json:
-        told = {"model": options.model, "dtypes": [asdict(one) for one in found]}
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        results = {"model": options.model, "dtypes": [asdict(one) for one in comparisons]}
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 

@@ -2,8 +2,8 @@
 
 ``python -m pocket.quantize DIR --format nvfp4 [--source pocket]``
 
-The tensors are stored as the tools of each format store them, so the folder is a small stand-in for a real checkpoint.
-Embeddings, head, norms and biases stay as they are. No calibration: real checkpoints lose less in integers of 4 bits.
+The tensors have the layout of each format's own tools, so the folder is a small stand-in for a real checkpoint.
+Embeddings, head, norms and biases stay as they are. There is no calibration: real 4-bit checkpoints lose less accuracy.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from holdfast.kernels.quantized import E8M0, FP8, MIDDLE, Numbers, QuantizedWeig
 from holdfast.loadgen.inflate import WEIGHTS
 
 Parts: TypeAlias = dict[str, Tensor]
-"""Stored tensors of one weight, by what takes the place of `weight` in its name."""
+"""Stored tensors of one weight, by the suffix that replaces `weight` in its name."""
 
-_KEPT = ("in_proj_a.", "in_proj_b.", "in_proj_ba.", "mlp.gate.")  # small matrices that checkpoints leave as they are
+_UNQUANTISED = (
+    "in_proj_a.",
+    "in_proj_b.",
+    "in_proj_ba.",
+    "mlp.gate.",
+)  # small matrices that checkpoints do not quantise
 _ALL = 1 << 30  # a block of all inputs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each place of a word
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One format: its part of config.json, how a weight is rounded, and how it is stored."""
+    """One format: its part of config.json, the rounding of a weight, and its storage."""
 
     config: dict[str, Any]
     store: Callable[[QuantizedWeight], Parts]
@@ -155,12 +160,12 @@ RECIPES: Final[dict[str, Recipe]] = {
 
 
 def save_quantized(source: Path, target: Path, recipe: Recipe) -> dict[str, QuantizedWeight]:
-    """Copy a model folder of one file, with the matrices of its layers quantised. Returns these, by name."""
+    """Copy a model folder of one file and quantise the matrices of its layers. Returns these by name."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     weights: dict[str, QuantizedWeight] = {}
     stored: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if tensor.ndim == 2 and ".layers." in name and not any(each in name for each in _KEPT):
+        if tensor.ndim == 2 and ".layers." in name and not any(each in name for each in _UNQUANTISED):
             weights[name] = recipe.quantized(tensor)
             parts = recipe.store(weights[name])
             stored |= {name.removesuffix("weight") + part: each.contiguous() for part, each in parts.items()}

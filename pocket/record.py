@@ -1,4 +1,4 @@
-"""Records the conversations that the benchmarks play: ``python -m pocket.record``."""
+"""Record the conversations that the benchmarks replay: ``python -m pocket.record``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ COUNT, TURNS, MOST_TOKENS = 32, 35, 4800
 
 
 def conversations(count: int = COUNT) -> Iterator[Conversation]:
-    """The first ``count`` conversations, in words that Pocket was not trained on; always the same."""
+    """The first ``count`` conversations, always the same, in words that Pocket was not trained on."""
     rng, tokenizer = random.Random(0), load(WEIGHTS)
     while count:
-        made = write(rng, lexicon(Split.HELD_OUT), tools=rng.randint(3, 6), turns=TURNS)
-        if len(tokenizer.encode("".join(span.text for span in spans(made))).ids) <= MOST_TOKENS:
+        conversation = write(rng, lexicon(Split.HELD_OUT), tools=rng.randint(3, 6), turns=TURNS)
+        if len(tokenizer.encode("".join(span.text for span in spans(conversation))).ids) <= MOST_TOKENS:
             count -= 1
-            yield made
+            yield conversation
 
 
 def line(conversation: Conversation) -> str:
-    """A conversation as it stands in the file."""
+    """A conversation as a line of the file."""
     fields = {"messages": conversation.messages, "tools": conversation.tools}
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 

@@ -1,8 +1,8 @@
-"""Pocket's tokenizer: how it is trained, packaged and loaded.
+"""Train, package and load Pocket's tokenizer.
 
-The byte-level BPE cuts text into words by class of character alone: letters, single digits, whitespace with JSON
-punctuation, and every other sign by itself. So a word has the same tokens after a space, a quote or a slash, and a
-value is copied token by token from where the user or a tool result mentions it. No merge crosses a class.
+The byte-level BPE cuts text into words by character class alone: letters, single digits, whitespace with JSON
+punctuation, and every other sign by itself. No merge crosses a class. So a word has the same tokens after a space, a
+quote or a slash. The model can copy a value token by token from the user's text or a tool result.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 
 
 def train_tokenizer(conversations: int, seed: int) -> Tokenizer:
-    """Pocket's, trained on rendered conversations of the generator."""
+    """Train Pocket's tokenizer on conversations of the generator."""
     texts = ("".join(span.text for span in spans(training_conversation(seed + i))) for i in range(conversations))
     return train_bpe(texts, CUT, VOCABULARY, SPECIAL, MARKS)
 
 
 def packaged(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers knows it, with the chat template."""
+    """The tokenizer in the form of transformers, with the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

@@ -1,4 +1,4 @@
-"""Tools as values: parameters, JSON schema in the ways that OpenAI clients write it, and composed random tools."""
+"""Tools as values: parameters, JSON schemas in the styles of OpenAI clients, and random tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pocket.words import VERBS, Lexicon, listed
 Json = dict[str, Any]
 
 COMMON_KINDS = listed("city person date time email path id word query integer number boolean")
-"""What three in four parameters of composed tools are; the rest are of any kind."""
+"""The kinds of three in four parameters of composed tools; the rest are of any kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Parameter:
 
     @property
     def words(self) -> str:
-        """The name as a user would say it."""
+        """The name in words, as a user says it."""
         return in_words(self.name)
 
     def draw(self, rng: random.Random, lex: Lexicon) -> Value:
@@ -51,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool the model may be offered, with the sentences that ask for it (``{0}`` is the first parameter)."""
+    """A tool, with the sentences that request it (``{0}`` is the first parameter)."""
 
     name: str
     description: str
@@ -72,7 +72,7 @@ def camel(name: str) -> str:
 
 
 def restyled(tool: Tool, rng: random.Random) -> Tool:
-    """``tool``, in every tenth case with camel-case names throughout."""
+    """``tool``; one in ten has camel-case names throughout."""
     return camel_cased(tool) if rng.random() <= 0.1 else tool
 
 
@@ -91,7 +91,7 @@ def described(parameter: Parameter, rng: random.Random, lex: Lexicon) -> Paramet
 
 
 def random_parameter(rng: random.Random, lex: Lexicon, noun: str) -> Parameter:
-    """A parameter of any kind; a fifth of them are enums, some carry invented names."""
+    """A parameter of any kind. One in five is an enum, and some have invented names."""
     if rng.random() < 0.2:
         names, choices = rng.choice(ENUMS)
         if rng.random() < 0.12:
@@ -110,7 +110,7 @@ def random_parameter(rng: random.Random, lex: Lexicon, noun: str) -> Parameter:
 
 
 def random_tool(rng: random.Random, lex: Lexicon, *, verb: str = "", noun: str = "") -> Tool:
-    """A tool composed of a verb, a noun (or two) and one to four random parameters."""
+    """A tool composed of a verb, one or two nouns, and one to three random parameters."""
     verb = verb or rng.choice(tuple(VERBS))
     noun = noun or (lex.noun(rng) if rng.random() < 0.85 else f"{lex.noun(rng)}_{lex.noun(rng)}")
     thing = in_words(noun)
@@ -122,21 +122,21 @@ def random_tool(rng: random.Random, lex: Lexicon, *, verb: str = "", noun: str =
     optional_from = rng.randint(1, len(ordered))
     ordered = [replace(p, required=i < optional_from) for i, p in enumerate(ordered)]
     article = "an" if thing[0] in "aeiou" else "a"
-    said = VERBS[verb]
+    verbs = VERBS[verb]
     requests = tuple(
-        pattern.format(s=said_verb, t=thing, a=article)
-        for said_verb in said
+        pattern.format(s=phrase, t=thing, a=article)
+        for phrase in verbs
         for pattern in ("{s} the {t}", "{s} {a} {t}", "{s} {t}", "{s} my {t}")
     )
-    described_as = rng.choice(
+    description = rng.choice(
         (
             f"{verb.capitalize()} {article} {thing}.",
             f"{verb.capitalize()} the {thing}",
-            f"{said[-1].capitalize()} {article} {thing}.",
+            f"{verbs[-1].capitalize()} {article} {thing}.",
             f"{verb.capitalize()} {thing} data",
         )
     )
-    return Tool(f"{verb}_{noun}", described_as, tuple(ordered), requests, random_result(rng, lex, noun))
+    return Tool(f"{verb}_{noun}", description, tuple(ordered), requests, random_result(rng, lex, noun))
 
 
 def random_result(rng: random.Random, lex: Lexicon, noun: str) -> tuple[Field, ...]:
@@ -145,19 +145,21 @@ def random_result(rng: random.Random, lex: Lexicon, noun: str) -> tuple[Field, .
     for _ in range(rng.randint(2, 4)):
         chance = rng.random()
         if chance < 0.25:
-            drawn = Field("status", "word", ("ok", "done", "pending", "success", "active", "completed", "queued"))
+            result_field = Field(
+                "status", "word", ("ok", "done", "pending", "success", "active", "completed", "queued")
+            )
         elif chance < 0.45:
-            drawn = Field(rng.choice((f"{noun}_id", "id", "reference", "code")), "id")
+            result_field = Field(rng.choice((f"{noun}_id", "id", "reference", "code")), "id")
         else:
             kind = rng.choice(("integer", "number", "date", "word", "city", "person", "query", "time", "path"))
             names = ("total", "count", "score", "value") if kind == "integer" else KINDS[kind].names
-            drawn = Field(lex.noun(rng) if rng.random() < 0.3 else rng.choice(names), kind)
-        fields.setdefault(drawn.name, drawn)
+            result_field = Field(lex.noun(rng) if rng.random() < 0.3 else rng.choice(names), kind)
+        fields.setdefault(result_field.name, result_field)
     return tuple(fields.values())
 
 
 def schema(tool: Tool, rng: random.Random) -> Json:
-    """The OpenAI tool object, with the spread of detail and key order that clients show."""
+    """The OpenAI tool object, in the varying detail and key order of real clients."""
     style = rng.random()
     properties: Json = {}
     for p in tool.parameters:

@@ -1,7 +1,7 @@
-"""Training: ``python -m pocket.train --out DIR``; run again, it goes on from the last checkpoint.
+"""Training: ``python -m pocket.train --out DIR``. A second run continues from the last checkpoint.
 
-Matrices learn by Muon, embeddings and norms by AdamW; the rate warms up, stays, and falls to zero over the last
-``decay`` steps. An average of the weights is kept as well, so any checkpoint can be exported before the decay.
+Muon trains the matrices, AdamW the embeddings and norms. The rate warms up, stays, and falls to zero over the last
+``decay`` steps. A checkpoint also has an average of the weights, so it can be exported before the decay.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""What of the shape is a choice; vocabulary and context are the tokenizer's."""
+"""The parts of the shape that are options. Vocabulary and context belong to the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """What determines a training run, but for the architecture."""
+    """Everything that determines a training run, except the architecture."""
 
     seed: int = 1
     steps: int = 12_000
@@ -69,7 +69,7 @@ class TrainConfig:
 
 @dataclass(slots=True)
 class Run:
-    """A training run in progress: where it stands in the data, its weights and their average."""
+    """A training run in progress: its position in the data, its weights and their average."""
 
     config: TrainConfig
     model: Pocket
@@ -81,7 +81,7 @@ class Run:
     tokens: int = 0
 
     def state(self) -> dict[str, Any]:
-        """Everything a later process needs to go on."""
+        """Everything that a later process needs to continue."""
         return {
             "config": asdict(self.config),
             "shape": self.model.shape.as_dict(),
@@ -95,7 +95,7 @@ class Run:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -123,13 +123,13 @@ def rate_at(config: TrainConfig, step: int) -> float:
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One update; returns the losses before it, on the model's device: per learned token, then of ``HEADS``."""
+    """Make one update. Returns the losses before it, on the model's device: per learned token, then of ``HEADS``."""
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.config, run.step)
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
-        logits, seen = run.model(batch.ids, batch.positions, batch.where)
-        losses = torch.stack((F.cross_entropy(logits, batch.targets), *pointing_losses(seen, batch.pointing)))
+        logits, projections = run.model(batch.ids, batch.positions, batch.where)
+        losses = torch.stack((F.cross_entropy(logits, batch.targets), *pointing_losses(projections, batch.pointing)))
     (losses[0] + run.config.pointing * losses[1:].sum()).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
@@ -145,7 +145,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
 
 
 def mix_at(config: TrainConfig, pool: int) -> Mix:
-    """Few tools and much plain copying first, as nothing else is learned before copying is."""
+    """The mix of a pool. Early pools have few tools and much copying, which the model must learn first."""
     return Mix(
         most_tools=2 if pool < config.easy_pools else MOST_TOOLS,
         long_share=config.long_share,
@@ -155,7 +155,7 @@ def mix_at(config: TrainConfig, pool: int) -> Mix:
 
 
 def data(run: Run, folder: Path, workers: int = 0) -> Iterator[Batch]:
-    """Batches from where the run stands; advances its place as they are taken."""
+    """Batches from the run's position on. Each batch advances the position."""
     config = run.config
     pools = (
         Pool(config.seed, pool, config.tokens_per_step, mix_at(config, pool)) for pool in itertools.count(run.pool)
@@ -168,7 +168,7 @@ def data(run: Run, folder: Path, workers: int = 0) -> Iterator[Batch]:
 
 
 def save(run: Run, folder: Path) -> None:
-    """Write the checkpoint so that a reader sees the old one or the new one."""
+    """Write the checkpoint atomically: a reader sees the old one or the new one."""
     temporary = folder / "checkpoint.tmp"
     torch.save(run.state(), temporary)
     os.replace(temporary, folder / "checkpoint.pt")
@@ -184,8 +184,8 @@ def train(
 ) -> Run:
     """Train in ``folder`` until ``config.steps``, from its checkpoint if there is one.
 
-    ``workers`` processes make the batches, 0: this one. The checkpoint's shape must be ``shape`` unless that is None.
-    Once ``stop`` is set the run is saved after the step in progress and ends.
+    ``workers`` processes make the batches, 0: this process. The checkpoint's shape must be ``shape``, unless that is
+    None. After ``stop`` is set, the run finishes its step, saves and ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer.json").exists():
@@ -218,22 +218,22 @@ def train(
 
 
 def open_run(config: TrainConfig, shape: PocketShape | None, folder: Path, device: torch.device) -> Run:
-    """The run of the checkpoint in ``folder``, or a new one. Raises ValueError when it has another shape."""
+    """The run of the checkpoint in ``folder``, or a new one. Raises ValueError if it has another shape."""
     path = folder / "checkpoint.pt"
     if not path.exists():
         return new_run(config, shape or PocketShape(), device)
     state = torch.load(path, map_location=device, weights_only=True)
-    found = PocketShape(**state["shape"])
-    if shape not in (None, found):
-        raise ValueError(f"the checkpoint in {folder} has another shape: {found}")
-    run = new_run(config, found, device)
+    saved = PocketShape(**state["shape"])
+    if shape not in (None, saved):
+        raise ValueError(f"the checkpoint in {folder} has another shape: {saved}")
+    run = new_run(config, saved, device)
     run.restore(state)
     return run
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeScore:
-    """Mean loss and shares of exactly right turns; a turn is right when every token of it is the most likely one."""
+    """Mean loss and shares of right turns. A turn is right if each of its tokens is the most likely one."""
 
     loss: float
     calls: float
@@ -263,13 +263,13 @@ def probe(model: Pocket, rows: list[Row], tokenizer: Tokenizer) -> ProbeScore:
         losses.append(float(torch.nn.functional.cross_entropy(logits, batch.targets)))
         hits = (logits.argmax(-1) == batch.targets).tolist()
         turn_hits: list[bool] = []
-        wrote: list[int] = []
+        turn_tokens: list[int] = []
         for index, (at, target) in enumerate(zip(batch.where.tolist(), batch.targets.tolist(), strict=True)):
             turn_hits.append(hits[index])
-            wrote.append(target)
+            turn_tokens.append(target)
             if index + 1 == len(hits) or batch.where[index + 1] != at + 1:
-                right[wrote[0] == mark].append(all(turn_hits))
-                turn_hits, wrote = [], []
+                right[turn_tokens[0] == mark].append(all(turn_hits))
+                turn_hits, turn_tokens = [], []
     return ProbeScore(sum(losses) / len(losses), _share(right[True]), _share(right[False]))
 
 
@@ -295,9 +295,9 @@ def log(folder: Path, **values: float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; every field of ``TrainConfig`` is an option, and every size of ``PocketShape``.
+    """Command line. Every field of ``TrainConfig`` and every size of ``PocketShape`` is an option.
 
-    Told to end by SIGTERM, a run saves itself first.
+    On SIGTERM a run saves its state and ends.
     """
     parser = argparse.ArgumentParser(prog="pocket train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the log")

@@ -1,7 +1,7 @@
-"""What is said: requests for a tool, with the arguments that their text determines, and turns without a tool.
+"""Texts of conversations: requests for a tool, with the arguments that they determine, and turns without a tool.
 
-A `Request` is a user's sentence and the call it asks for. Without a tool there are small talk, what the model says of
-itself, system prompts, and ways to decline or ask back.
+A `Request` is a user's sentence and its call. Turns without a tool are small talk, descriptions of the model, system
+prompts, and refusals.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SHELL_INTENTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's sentence (no opening, no full stop) and the call it asks for, arguments in the order they are said."""
+    """A user's sentence (no opening, no full stop) and its call, with arguments in the order of the text."""
 
     text: str
     tool: Tool
@@ -70,15 +70,15 @@ class Request:
 
 
 def mention(value: Value) -> str:
-    """``value`` as it stands in a sentence."""
+    """``value`` as part of a sentence."""
     if isinstance(value, list):
         return ", ".join(value[:-1]) + " and " + value[-1]
     return str(value)
 
 
 def clause(p: Parameter, value: Value, rng: random.Random, *, by_kind: bool) -> str:
-    """A phrase that states one argument, by what its kind suggests or by the parameter's name."""
-    words, said = p.words, mention(value)
+    """A phrase that states one argument, in the wording of its kind or with the parameter's name."""
+    words, text = p.words, mention(value)
     if p.kind == "boolean":
         on = ("with {w} on", "enable {w}", "{w} enabled", "{w}: yes", "with {w} true", "set {w} to true")
         off = (
@@ -92,9 +92,9 @@ def clause(p: Parameter, value: Value, rng: random.Random, *, by_kind: bool) -> 
         )
         return rng.choice(on if value else off).format(w=words)
     if by_kind and p.kind != "enum" and KINDS[p.kind].clauses:
-        return rng.choice(KINDS[p.kind].clauses).format(v=said)
+        return rng.choice(KINDS[p.kind].clauses).format(v=text)
     if p.kind in _QUOTED_KINDS or (p.kind == "query" and rng.random() < 0.5):
-        return rng.choice(('with {w} "{v}"', "{w} '{v}'", '{w}: "{v}"', 'with the {w} "{v}"')).format(w=words, v=said)
+        return rng.choice(('with {w} "{v}"', "{w} '{v}'", '{w}: "{v}"', 'with the {w} "{v}"')).format(w=words, v=text)
     patterns = [
         "with {w} {v}",
         "{w} {v}",
@@ -112,11 +112,11 @@ def clause(p: Parameter, value: Value, rng: random.Random, *, by_kind: bool) -> 
         patterns += ["{v} {w}", "with {v} {w}", "{w} should be {v}"]
     if rng.random() < 0.05:
         words = p.name
-    return rng.choice(patterns).format(w=words, v=said)
+    return rng.choice(patterns).format(w=words, v=text)
 
 
 def chosen_arguments(tool: Tool, rng: random.Random, lex: Lexicon, forced: set[int]) -> Json:
-    """Values for every required, every forced and some optional parameters, no two strings alike."""
+    """Values for all required, all forced and some optional parameters. No two strings are equal."""
     arguments: Json = {}
     for index, p in enumerate(tool.parameters):
         if p.required or index in forced or rng.random() < 0.3:
@@ -139,13 +139,13 @@ def ask(tool: Tool, rng: random.Random, lex: Lexicon) -> Request:
     values = [mention(arguments[p.name]) if p.name in arguments else "" for p in tool.parameters]
     text = pattern.format(*values) if placed else pattern
     clauses, rest = stated(tool, arguments, rng, set(placed))
-    said = {tool.parameters[i].name: arguments[tool.parameters[i].name] for i in placed} | rest
+    stated_arguments = {tool.parameters[i].name: arguments[tool.parameters[i].name] for i in placed} | rest
     question = bool(re.match(r"(what|how|is|which|where|who|do|are|any) ", pattern)) or "what's" in pattern
-    return Request(text + clauses, tool, said, question)
+    return Request(text + clauses, tool, stated_arguments, question)
 
 
 def stated(tool: Tool, arguments: Json, rng: random.Random, placed: set[int]) -> tuple[str, Json]:
-    """Clauses for the arguments that the sentence has not placed yet, in mixed order; those arguments in that order."""
+    """Clauses for the arguments that the sentence lacks, sometimes shuffled, and these arguments in that order."""
     rest = [p for i, p in enumerate(tool.parameters) if i not in placed and p.name in arguments]
     kinds = [p.kind for p in tool.parameters if p.name in arguments]
     if rng.random() < 0.3:
@@ -160,20 +160,20 @@ def stated(tool: Tool, arguments: Json, rng: random.Random, placed: set[int]) ->
 
 
 def tells_kind(p: Parameter) -> bool:
-    """Whether the parameter's name says what kind of value it takes, so that a clause need not name it."""
+    """Whether the parameter's name shows its kind, so that a clause can omit the name."""
     return p.kind == "enum" or p.name.endswith(("_id", *KINDS[p.kind].names))
 
 
 def _shell_request(tool: Tool, rng: random.Random, lex: Lexicon) -> Request:
-    """A request in words for which the shell command is the usual one."""
-    said, command = rng.choice(_SHELL_INTENTS)
+    """A request in words whose usual answer is a shell command."""
+    intents, command = rng.choice(_SHELL_INTENTS)
     slots = {
         "d": KINDS["folder"].draw(rng, lex),
         "p": KINDS["path"].draw(rng, lex),
         "w": lex.noun(rng),
         "n": rng.randint(1, 99),
     }
-    text = rng.choice(said.split(";"))
+    text = rng.choice(intents.split(";"))
     question = text.startswith(("what ", "how ", "which ", "where ", "are "))
     arguments = {tool.parameters[0].name: command.format(**slots)}
     return Request(text.format(**slots), tool, arguments, question)
@@ -189,10 +189,10 @@ def sentence(request: Request, rng: random.Random) -> str:
     else:
         opening = "" if starts_with_value else rng.choice(_OPENINGS)
         text = opening + text
-        asked = opening in ("can you ", "could you ", "would you ")
+        is_question = opening in ("can you ", "could you ", "would you ")
         quoted = any(p.kind in _QUOTED_KINDS for p in request.tool.parameters)
         text += "" if quoted else rng.choice(_CLOSINGS)
-        end = "?" if asked else ("" if quoted else rng.choice((".", ".", "", "!")))
+        end = "?" if is_question else ("" if quoted else rng.choice((".", ".", "", "!")))
     if not (starts_with_value and text == request.text) and rng.random() < 0.75:
         text = text[:1].upper() + text[1:]
     return text + end
@@ -204,7 +204,7 @@ def mention_starts(request: Request) -> bool:
 
 
 def follow_up(tool: Tool, rng: random.Random) -> str:
-    """The verb of ``tool`` as said of something already known: ``cancel it``."""
+    """A request for ``tool`` on something already known: ``cancel it``."""
     head = in_words(tool.name).split(" ", 1)
     thing = head[1] if len(head) > 1 else "one"
     return rng.choice(("{v} it", "{v} that {t}", "{v} this {t}", "{v} the {t}")).format(
@@ -313,7 +313,7 @@ def system_prompt(rng: random.Random, lex: Lexicon) -> str:
 
 
 def capability(tools: tuple[Tool, ...]) -> str:
-    """What the model answers when asked for its abilities."""
+    """The model's answer to a question about its abilities."""
     if not tools:
         return "I can chat a little, and I can call tools when you give me some."
     return f"I can help with: {', '.join(in_words(tool.name) for tool in tools)}."
@@ -328,8 +328,8 @@ def decline(tools: tuple[Tool, ...]) -> str:
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
     """A user line and its answer."""
-    said, answer = rng.choice(SMALL_TALK)
-    text = rng.choice(said.split(";"))
+    lines, answer = rng.choice(SMALL_TALK)
+    text = rng.choice(lines.split(";"))
     return (text.lower() if rng.random() < 0.2 else text), answer
 
 

@@ -1,7 +1,6 @@
-"""Word lists of the data generator, each divided into training words and words kept for the held-out scores.
+"""Word lists of the data generator, each divided into training words and held-out words for the scores.
 
-Nothing here is read from elsewhere: the lists are the whole vocabulary that conversations are composed from,
-beside the words that ``Lexicon`` invents out of syllables.
+The generator composes conversations from these lists and from the words that ``Lexicon`` invents. It reads no files.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 HELD_OUT_SHARE = 8
-"""One word in this many is never seen in training."""
+"""One word in this many is kept out of training."""
 
 
 def listed(text: str, divider: str | None = None) -> tuple[str, ...]:
@@ -190,25 +189,25 @@ SYLLABLES = listed("""
 
 
 class Split(StrEnum):
-    """Which half of every list may be used: training words, or the words kept for the scores."""
+    """The part of every list that is used: training words, or words kept for the scores."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
 
 
 def is_held_out(word: str) -> bool:
-    """Whether ``word`` is kept out of training (a hash, so that adding a word moves no other)."""
+    """Whether ``word`` is kept out of training. A hash decides, so a new word moves no other."""
     return zlib.crc32(word.lower().encode()) % HELD_OUT_SHARE == 0
 
 
 class Lexicon:
-    """Draws words of one split; every list is filtered once, here."""
+    """Draws words of one split. It filters every list once."""
 
     def __init__(self, split: Split, pieces: Sequence[str] = ()) -> None:
         self.split = split
-        # A tokenizer's word pieces: words made of them leave no token that was never copied.
+        # Word pieces of a tokenizer. Words made of them give every token practice in copying.
         self.pieces = tuple(pieces)
-        # Training sees more invented words, so that it learns to copy words and not to know them.
+        # Training has more invented words, so that the model learns to copy words and not to know them.
         self.coined = 0.45 if split is Split.TRAIN else 0.2
         self.nouns = self._own(NOUNS)
         self.cities = self._own(CITIES)
@@ -224,28 +223,28 @@ class Lexicon:
     def narrowed(self, rng: random.Random) -> Lexicon:
         """A lexicon of few of these words and some invented ones.
 
-        The same word then turns up in names, parameters and values of one conversation, as it does with the held-out
-        words, of which there are an eighth as many; and words that are never learned stand beside each other.
+        A word then recurs in names, parameters and values of one conversation. Held-out words recur as often, because
+        there are fewer of them. Invented words, which are never learned, also occur side by side.
         """
         few = copy.copy(self)
         few.coined = rng.uniform(0.1, 0.4)
         few.pieces = self.pieces if rng.random() < 0.5 else ()
-        strange = rng.uniform(0.0, 0.7)
-        few.nouns = self._few(rng, self.nouns, rng.randint(8, 60), strange)
-        few.topics = self._few(rng, self.topics, rng.randint(6, 24), strange)
-        few.adjectives = self._few(rng, self.adjectives, rng.randint(4, 10), strange)
-        few.cities = self._few(rng, self.cities, rng.randint(6, 24), strange, capital=True)
-        few.first_names = self._few(rng, self.first_names, rng.randint(5, 12), strange, capital=True)
-        few.last_names = self._few(rng, self.last_names, rng.randint(8, 20), strange, capital=True)
+        invented_share = rng.uniform(0.0, 0.7)
+        few.nouns = self._few(rng, self.nouns, rng.randint(8, 60), invented_share)
+        few.topics = self._few(rng, self.topics, rng.randint(6, 24), invented_share)
+        few.adjectives = self._few(rng, self.adjectives, rng.randint(4, 10), invented_share)
+        few.cities = self._few(rng, self.cities, rng.randint(6, 24), invented_share, capital=True)
+        few.first_names = self._few(rng, self.first_names, rng.randint(5, 12), invented_share, capital=True)
+        few.last_names = self._few(rng, self.last_names, rng.randint(8, 20), invented_share, capital=True)
         return few
 
     def _few(
-        self, rng: random.Random, words: Sequence[str], count: int, strange: float, *, capital: bool = False
+        self, rng: random.Random, words: Sequence[str], count: int, invented_share: float, *, capital: bool = False
     ) -> tuple[str, ...]:
         """``count`` of ``words``, a share ``strange`` of them replaced by invented ones."""
         chosen = rng.sample(words, count)
         for i in range(count):
-            if rng.random() < strange:
+            if rng.random() < invented_share:
                 word = self.invented(rng)
                 chosen[i] = word.capitalize() if capital else word
         return tuple(chosen)
@@ -253,8 +252,7 @@ class Lexicon:
     def invented(self, rng: random.Random) -> str:
         """A pronounceable word that is in no list and, by its hash, in this split only.
 
-        It is made of the lexicon's pieces where there are any, of syllables, or of the beginning of one noun with
-        the end of another.
+        Its parts are the lexicon's pieces (if any), syllables, or the beginning of one noun and the end of another.
         """
         while True:
             if self.pieces and rng.random() < 0.6:

@@ -293,12 +293,10 @@ def _columns(at, depth, INPUTS: tl.constexpr, WHOLE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _inputs(at, depth, INPUTS: tl.constexpr, WHOLE: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [depth, pairs] of x."""
-    if WHOLE:
-        return tl.load(at + depth[:, None]).to(OPERAND)
-    else:
-        return tl.load(at + depth[:, None], mask=(depth < INPUTS)[:, None], other=0.0).to(OPERAND)
+def _inputs(at, real, depth, INPUTS: tl.constexpr, WHOLE: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile [depth, pairs] of x. Pairs that are not `real` are not read: every program would read the same ones."""
+    mask = real[None, :] if WHOLE else real[None, :] & (depth < INPUTS)[:, None]
+    return tl.load(at + depth[:, None], mask=mask, other=0.0).to(OPERAND)
 
 
 @triton.jit
@@ -389,7 +387,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         for start in tl.range(0, INPUTS, DEPTH):
             depth = start + tl.arange(0, DEPTH)
             w = _columns(weight + line[:, None] * INPUTS, depth, INPUTS, WHOLE).to(OPERAND)
-            a = _inputs(x_at, depth, INPUTS, WHOLE, OPERAND)
+            a = _inputs(x_at, real, depth, INPUTS, WHOLE, OPERAND)
             total = tl.dot(w, a, total, input_precision=PRECISION)
     else:
         BFLOAT: tl.constexpr = tl.bfloat16 == OPERAND
@@ -417,7 +415,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                     w = numbers[k].to(tl.float32) * factor
                     if FORM == "fp4":
                         w *= 18446744073709551616.0  # 2^64
-                a = _inputs(x_at, start + RUN * k + first, INPUTS, WHOLE, OPERAND)
+                a = _inputs(x_at, real, start + RUN * k + first, INPUTS, WHOLE, OPERAND)
                 part = tl.dot(w.to(OPERAND), a, part, input_precision=PRECISION)
             total = total + part * tl.load(scales + start // WIDE)[:, None] if FORM == "fp8" else part
         if FORM == "fp4" and BFLOAT:

@@ -1,8 +1,10 @@
-"""Small Serve applications with our request router and our scaling policy, run as a program: prints one JSON object.
+"""A small Serve application with our request router and our scaling policy, run as a program: prints one JSON object.
 
-`programs` and `fair`: one replica takes one request at a time. While it is held up more programs come than may wait, in
-no order. The oldest of them belong to the tenant `many`, and so does the one that holds the replica up; the others
-belong to `one`. Tenants share the replica in `fair` only.
+One application has all deployments, so that their processes start at the same time.
+
+`programs` and `fair`: the only replica of each takes one request at a time. While it is held up more programs come than
+may wait, in no order. The oldest of them belong to the tenant `many`, and so does the one that holds the replica up;
+the others belong to `one`. Tenants share the replica in `fair` only.
 
 `scaled`: three replicas that the policy scales down to one. Each reports that it keeps one program, until the file `2`
 or `1` in the folder says for how many replicas there is work.
@@ -28,10 +30,13 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.router.dispatch.serve_private import own_request
 
+APPLICATION = "hooks"
+ORDERS = ("programs", "fair")
 SCALED = "scaled"
 REPLICAS = 3
 WAITING = 20
 FIRST = 99.0
+BARE = {"ray_actor_options": {"num_cpus": 0}}
 NEW = 18  # arrivals from here on are of `one`
 
 
@@ -56,30 +61,33 @@ class Held:
 
 
 class Front:
-    """Where requests wait: each deployment that calls another has a router of its own."""
+    """Where requests wait: a deployment that calls others has a router for each of them.
 
-    def __init__(self, replica, folder: Path) -> None:
-        self.replica = replica
+    It never calls `keeper`, which is here because Serve deploys what an application's first deployment is bound to.
+    """
+
+    def __init__(self, replicas, keeper, folder: Path) -> None:
+        self.replicas = replicas
         self.folder = folder
 
-    async def call(self, arrival: float) -> list[float] | str:
+    async def call(self, name: str, arrival: float) -> list[float] | str:
         tenant = "one" if NEW <= arrival < FIRST else "many"
         request = GenerateRequest(f"r{arrival}", RawPrompt("x"), Sampling(), scope=tenant, program_arrival=arrival)
         with own_request():
-            answer = self.replica.generate.options(session_id=f"p{arrival}").remote(request)
+            answer = self.replicas[name].generate.options(session_id=f"p{arrival}").remote(request)
         try:
             return await answer
         except OverloadedError as error:
             return error.message
 
-    async def run(self) -> dict[str, object]:
-        first = asyncio.create_task(self.call(FIRST))
-        await asyncio.to_thread(wait_for, self.folder / "begun")
+    async def run(self, name: str) -> dict[str, object]:
+        first = asyncio.create_task(self.call(name, FIRST))
+        await asyncio.to_thread(wait_for, self.folder / name / "begun")
         arrivals = [float(i) for i in range(WAITING + 1)]
         random.Random(1).shuffle(arrivals)
-        calls = [asyncio.create_task(self.call(arrival)) for arrival in arrivals]
+        calls = [asyncio.create_task(self.call(name, arrival)) for arrival in arrivals]
         await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        (self.folder / "released").touch()
+        (self.folder / name / "released").touch()
         answers = await asyncio.gather(first, *calls)
         refused = [arrival for arrival, answer in zip(arrivals, answers[1:], strict=True) if isinstance(answer, str)]
         served = max((answer for answer in answers if isinstance(answer, list)), key=len)
@@ -106,28 +114,30 @@ class Keeper:
 
 def main(folder: Path) -> None:
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"  # for Serve's processes
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray starts as many processes at a time as it counts CPUs. The actors ask for none.
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     serve.start(proxy_location="Disabled")  # nothing listens: its usual port may be somebody's
-    results = {name: happened(name, folder / name) for name in ("programs", "fair")}
+    for name in (*ORDERS, SCALED):
+        (folder / name).mkdir()
+    bound = {name: held(name, folder / name) for name in ORDERS}
+    front = serve.deployment(Front).options(**BARE).bind(bound, keeper(folder / SCALED), folder)
+    handle = serve.run(front, name=APPLICATION, route_prefix=None)
+    results = {name: handle.run.remote(name).result(timeout_s=60.0) for name in ORDERS}
     print(json.dumps({**results, SCALED: scaled(folder / SCALED)}), flush=True)
     ray.shutdown()
 
 
-def happened(name: str, folder: Path) -> dict[str, object]:
-    folder.mkdir()
+def held(name: str, folder: Path) -> serve.Application:
     router = RequestRouterConfig(
         request_router_class="holdfast.router.dispatch.affinity:AffinityRouter",
         request_router_kwargs={"max_waiting": WAITING, "fair": name == "fair"},
     )
-    bare = {"ray_actor_options": {"num_cpus": 0}}
-    replica = serve.deployment(Held).options(max_ongoing_requests=1, request_router_config=router, **bare).bind(folder)
-    front = serve.run(serve.deployment(Front).options(**bare).bind(replica, folder), name=name, route_prefix=None)
-    return front.run.remote().result(timeout_s=60.0)
+    options = {"name": name, "max_ongoing_requests": 1, "request_router_config": router, **BARE}
+    return serve.deployment(Held).options(**options).bind(folder)
 
 
-def scaled(folder: Path) -> list[int]:
-    """How many replicas run at first, and after each step of scaling down."""
-    folder.mkdir()
+def keeper(folder: Path) -> serve.Application:
     policy = {
         "policy_function": "holdfast.cluster.autoscaling:Demand",
         "policy_kwargs": {"ongoing_requests": 0, "waiting_tokens": 0, "cell_pressure": 0, "pinned_programs": 1},
@@ -142,8 +152,13 @@ def scaled(folder: Path) -> list[int]:
         "metrics_interval_s": 0.2,
         "policy": policy,
     }
-    options = {"ray_actor_options": {"num_cpus": 0}, "autoscaling_config": scaling, "graceful_shutdown_timeout_s": 1}
-    handle = serve.run(serve.deployment(Keeper).options(**options).bind(folder), name=SCALED, route_prefix=None)
+    options = {"name": SCALED, "autoscaling_config": scaling, "graceful_shutdown_timeout_s": 1, **BARE}
+    return serve.deployment(Keeper).options(**options).bind(folder)
+
+
+def scaled(folder: Path) -> list[int]:
+    """How many replicas run at first, and after each step of scaling down."""
+    handle = serve.get_deployment_handle(SCALED, APPLICATION)
     counts = []
     for count in range(REPLICAS, 0, -1):
         if count < REPLICAS:
@@ -155,8 +170,7 @@ def scaled(folder: Path) -> list[int]:
 
 
 def running() -> int:
-    application = serve.status().applications[SCALED]
-    (deployment,) = application.deployments.values()
+    deployment = serve.status().applications[APPLICATION].deployments[SCALED]
     states = {state: n for state, n in deployment.replica_states.items() if n}
     return states.get("RUNNING", 0) if states.keys() == {"RUNNING"} else 0
 

@@ -163,7 +163,7 @@ async def client_call_times(url: str, calls: int) -> tuple[dict[str, ClientTimes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--calls", type=int, default=200, help="(default: 200)")
+    parser.add_argument("--calls", type=int, default=200, help="number of measured calls (default: 200)")
     calls = parser.parse_args().calls
     with noting("calls_heard:NotingReplica", ENGINE) as (url, notes):
         client_times, _ = asyncio.run(client_call_times(url, WARM + calls))

@@ -54,7 +54,7 @@ from holdfast.router.tenants import hash_key
 CLIENTS, AGENTS, PROMPTS = 6, 2, 24
 PAUSE_S = 1.0  # mean pause between a client's requests; an agent's tool runs in it
 SILENCE_S = 90.0  # a client that receives nothing for longer reports silence; more than `placement.no_replica_s`
-RECOVERED_ANSWERS = 24  # the server has recovered after so many answers in a row, with both engines there
+RECOVERED_ANSWERS = 24  # the server has recovered after this many answers in a row, with both engines running
 RECOVERY_S = 240.0
 BOOKS_S = 120.0  # for the books, including the wait for the server that reports them
 START_S, STOP_S = 600.0, 300.0  # limits for a server on a busy machine; slow starts are no fault here
@@ -266,10 +266,10 @@ class World:
     def pids(self, name: str) -> list[int]:
         return [pid for pid, command in self.server.processes().items() if name in command]
 
-    def kill(self, name: str, most: int, how: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, name: str, most: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
         for pid in self.pids(name)[:most]:
             with suppress(ProcessLookupError):
-                os.kill(pid, how)
+                os.kill(pid, signal_number)
 
     def get(self, path: str, key: str = OPERATOR) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}

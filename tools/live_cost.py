@@ -81,7 +81,7 @@ async def measure_server(url: str, programs: int, blocks: int, seconds: int) -> 
             idle.append((await block(client, seconds, poll=False))[0])
     differences = [100 * (with_polls - without) for with_polls, without in zip(polled, idle, strict=True)]
     print(f"{pins} pinned programs, an answer of {size} bytes a second")
-    print(f"CPU of the router, % of a core: asked {percent(polled)}, alone {percent(idle)}")
+    print(f"CPU of the router, % of a core: with the page {percent(polled)}, without {percent(idle)}")
     print(
         f"difference: {statistics.median(differences):.2f} (of {[round(difference, 2) for difference in differences]})"
     )
@@ -129,17 +129,17 @@ async def measure_answers(programs: int, seconds: int) -> None:
     busy = BusyRouter(programs)
     transport = httpx.ASGITransport(busy.world.app, client=("127.0.0.1", 50000))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        spent, since, size = [], "", 0
+        cpu_times, since, size = [], "", 0
         for second in range(seconds):
             busy.end(range(second % 10, programs, 10))
             before = time.process_time()
             answer = await client.get("/v1/live", params={"since": since})
-            spent.append(time.process_time() - before)
+            cpu_times.append(time.process_time() - before)
             head = json.loads(answer.content)
             since, size = f"{head['router']}:{head['number']}", len(answer.content)
             await asyncio.sleep(0.1)
-    print(f"{programs} in flight and pinned, {programs // 10} turns ended since: {size} bytes")
-    print(f"an answer takes {1e3 * statistics.median(spent):.2f} ms of CPU, the client in this process included")
+    print(f"{programs} programs in flight and pinned, {programs // 10} ended turns in each answer: {size} bytes")
+    print(f"an answer takes {1e3 * statistics.median(cpu_times):.2f} ms of CPU, the client in this process included")
 
 
 def main() -> None:

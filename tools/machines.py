@@ -275,7 +275,7 @@ class Machines:
                     pids.append(pid)
         return pids
 
-    # ---- what docs/deploy.md says to do ----
+    # ---- the steps of docs/deploy.md ----
 
     def start_redis(self) -> None:
         redis = self["redis"]
@@ -319,13 +319,13 @@ class Machines:
             words = ["ray", "start", "--address", f"{head.address}:6380"]
             words += ["--resources", '{"worker": 1}']
         words += ["--node-ip-address", machine.address, "--num-cpus", "2", "--object-store-memory", str(OBJECT_STORE)]
-        for left in reversed(range(5)):
+        for retries in reversed(range(5)):
             try:
                 machine.run(words, self.ray_environment(), PATIENT_S)
                 return
             except AssertionError:
                 # Trap: Ray gives up after 30 s, which is too short on a busy machine.
-                if not left:
+                if not retries:
                     raise
                 self.crash(name)
 
@@ -381,13 +381,13 @@ def _below_tmp() -> list[Path]:
 
 def within(space: str, call: Callable[[], T]) -> T:
     """Run `call` with this thread in a machine's network. The sockets that it opens belong to that network."""
-    with open(f"/var/run/netns/{space}") as there, open("/proc/thread-self/ns/net") as here:
-        if libc.setns(there.fileno(), CLONE_NEWNET):
+    with open(f"/var/run/netns/{space}") as target, open("/proc/thread-self/ns/net") as own:
+        if libc.setns(target.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")
         try:
             return call()
         finally:
-            libc.setns(here.fileno(), CLONE_NEWNET)
+            libc.setns(own.fileno(), CLONE_NEWNET)
 
 
 def reachable(call: Callable[[], socket.socket], process: subprocess.Popen[bytes], within_s: float = PATIENT_S) -> None:
@@ -508,7 +508,7 @@ def main() -> None:
     machines = Machines.load() if STATE.exists() else None
     if options.verb == "up":
         if machines is not None:
-            sys.exit(f"the machines are already up: their state is in {STATE}")
+            sys.exit(f"the machines are already running: their state is in {STATE}")
         machines = Machines()
         machines.__enter__()
         machines.save()
@@ -517,7 +517,7 @@ def main() -> None:
         print(f"entries (from machine 'client'): {entries}; key: {KEY}")
         return
     if machines is None:
-        sys.exit("no machines are up")
+        sys.exit("no machines are running")
     if options.verb == "down":
         machines.__exit__()
         STATE.unlink()

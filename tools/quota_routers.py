@@ -292,8 +292,8 @@ async def report(url: str, reports: list[list[list[Any]]], n: int) -> None:
     await store.close()
     programs = len({(event[0], event[8]) for rows in events.values() for event in rows})
     total, rejected = sum(map(len, events.values())), sum(refused.values())
-    print(f"{len(reports)} routers, {len(events)} tenants, {programs} programs: {total} let in, {rejected} refused")
-    print("| limit | most, of it | those who ask for twice it get | refused of those who ask for half |")
+    print(f"{len(reports)} routers, {len(events)} tenants, {programs} programs: {total} admitted, {rejected} refused")
+    print("| limit | most admitted, of the limit | greedy tenants got | refused of the others |")
     print("|---|---|---|---|")
     for kind, result in results.items():
         share = f"{min(result.shares):.3f} to {max(result.shares):.3f}" if result.shares else ""

@@ -1,4 +1,4 @@
-"""Small models are computed by one thread: two would mostly wait for each other."""
+"""Small models run on one thread: two threads would mostly wait for each other."""
 
 from collections.abc import Iterator
 

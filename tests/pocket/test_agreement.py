@@ -36,11 +36,11 @@ def test_an_inflated_model_writes_the_same(inflated: Path, capsys: pytest.Captur
     assert "3 of 3 turns are the same" in capsys.readouterr().out
 
 
-def test_a_damaged_model_is_found_out(inflated: Path) -> None:
+def test_a_damaged_model_differs(inflated: Path) -> None:
     path = inflated / "model.safetensors"
     weights = load_file(path)
     weights["model.layers.1.self_attn.o_proj.weight"].zero_()
     save_file(weights, path, {"format": "pt"})
-    found = agreement(inflated, WEIGHTS, 2)
-    assert found.same < found.count
-    assert found.first_difference is not None
+    result = agreement(inflated, WEIGHTS, 2)
+    assert result.same < result.count
+    assert result.first_difference is not None

@@ -1,4 +1,4 @@
-"""Runs that go on from others: runs that parted become one again, a deeper one says what the old one says."""
+"""Runs made from others: a merged run is a mean, and a deeper run writes the same text as the old one."""
 
 import random
 import shutil
@@ -27,7 +27,7 @@ def batch(seeds: range) -> Batch:
 
 
 def grown_apart(folder: Path) -> tuple[Run, list[Run]]:
-    """A run of one step, and two that went on from it; each is saved in a folder of its own."""
+    """A run of one step and two that continue it, each saved in a folder of its own."""
     base = new_run(CONFIG, SMALL, CPU)
     train_step(base, batch(range(1)))
     runs = []

@@ -55,7 +55,7 @@ def test_a_request_mentions_every_argument_in_the_order_of_the_call(seed: int) -
 
 @given(seeds)
 @settings(max_examples=40, deadline=None)
-def test_spans_are_what_the_template_renders(tokenizer: Any, seed: int) -> None:
+def test_spans_equal_the_rendered_template(tokenizer: Any, seed: int) -> None:
     conversation = training_conversation(seed)
     rendered = tokenizer.apply_chat_template(
         list(conversation.messages), tools=list(conversation.tools) or None, tokenize=False
@@ -68,7 +68,7 @@ def test_spans_are_what_the_template_renders(tokenizer: Any, seed: int) -> None:
     assert tokenizer.decode(separately) == rendered
 
 
-def test_template_takes_what_clients_send(tokenizer: Any) -> None:
+def test_template_accepts_the_messages_of_clients(tokenizer: Any) -> None:
     call = {"name": "f", "arguments": {"a": "é", "b": 2}}
     as_object = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
     text = {"name": "f", "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
@@ -99,8 +99,8 @@ def test_a_value_has_the_same_tokens_wherever_it_stands(tokenizer: Any) -> None:
     for value in ("Paris", "ORD-48213", "src/main.py", "2024-05-01", "a.b@c.org"):
         alone = tokenizer.encode(value)
         for text in (f'"city": "{value}"}}', f"in {value}?", f"({value})"):
-            found = tokenizer.encode(text)
-            assert any(found[i : i + len(alone)] == alone for i in range(len(found)))
+            tokens = tokenizer.encode(text)
+            assert any(tokens[i : i + len(alone)] == alone for i in range(len(tokens)))
 
 
 def test_held_out_words_stay_out_of_training() -> None:
@@ -110,7 +110,7 @@ def test_held_out_words_stay_out_of_training() -> None:
     assert all(is_held_out(city) for city in held.cities)
 
 
-def test_the_recorded_conversations_are_what_the_generator_writes() -> None:
+def test_the_generator_writes_the_recorded_conversations() -> None:
     lines = FILE.read_text(encoding="utf-8").splitlines()
     assert len(lines) == COUNT
     assert lines[:2] == [line(each) for each in conversations(2)]

@@ -1,4 +1,4 @@
-"""Pointing: tools, parameters and values are looked for where the prompt has them, token by token; and its loss."""
+"""Pointing: its targets are the prompt's tokens of tools, parameters and values; and its loss."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ TYPES = {bool: "boolean", int: "integer", str: "string", list: "array"}
 seeds = st.integers(0, 2**60)
 
 
-def asked(content: str, *calls: dict[str, Any]) -> Conversation:
+def conversation_of(content: str, *calls: dict[str, Any]) -> Conversation:
     """A request and the calls that answer it, of a tool that has all their parameters."""
     properties = {name: {"type": TYPES[type(value)]} for call in calls for name, value in call.items()}
     parameters = {"type": "object", "properties": properties}
@@ -52,19 +52,19 @@ def copied(row: Row, choices: list[Choice]) -> str:
 
 
 def test_a_value_is_copied_from_the_request_and_a_name_from_the_schema() -> None:
-    row = row_of(asked("From Lyon to Graz with 7 seats", {"to_city": "Graz", "seats": 7}))
+    row = row_of(conversation_of("From Lyon to Graz with 7 seats", {"to_city": "Graz", "seats": 7}))
     assert copied(row, row.choices["sources"]) == "Graz7"
     assert copied(row, row.choices["keys"]) == "to_cityseats"
 
 
 def test_a_part_of_a_word_is_no_source() -> None:
-    row = row_of(asked("find 19845 and Lyons", {"year": 1984, "city": "Lyon"}))
+    row = row_of(conversation_of("find 19845 and Lyons", {"year": 1984, "city": "Lyon"}))
     assert {choice.tokens for choice in row.choices["sources"]} == {NOWHERE}
 
 
 @given(seeds)
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_looked_at_that_is_not_written_yet(seed: int) -> None:
+def test_no_target_is_a_later_token(seed: int) -> None:
     row = row_of(drawn(seed))
     for choices in row.choices.values():
         assert all(0 <= token <= choice.at < len(row.ids) for choice in choices for token in choice.tokens)
@@ -91,7 +91,7 @@ def test_a_choice_is_the_tool_of_the_call_that_follows(seed: int) -> None:
         assert len(replies) <= len(row.choices["tools"]) <= sum(len(called(message)) + 1 for message in replies)
 
 
-def test_the_loss_is_the_attention_that_looks_elsewhere() -> None:
+def test_the_loss_is_the_attention_on_other_tokens() -> None:
     torch.manual_seed(5)
     drawn_rows = [row_of(drawn(seed)) for seed in range(6)]
     batch = collate(drawn_rows)

@@ -1,4 +1,4 @@
-"""The command that tells what a dtype costs. How much that is is not judged here."""
+"""The command that measures the accuracy of dtypes. These tests set no bar for it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A minute of training: the loss falls, a run goes on from its checkpoint, and what is exported is what was trained."""
+"""A minute of training: the loss falls, a run continues from its checkpoint, and the export equals the model."""
 
 from dataclasses import replace
 from pathlib import Path

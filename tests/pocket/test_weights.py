@@ -55,7 +55,7 @@ def test_weather_in_paris(model: Any, tokenizer: Any) -> None:
 
 
 def test_held_out_calls_are_mostly_right(model: Any, tokenizer: Any) -> None:
-    found = tasks("single", 16, seed=5)
-    outcomes = [judge(*pair) for pair in zip(found, answers(model, tokenizer, found), strict=True)]
+    suite = tasks("single", 16, seed=5)
+    outcomes = [judge(*pair) for pair in zip(suite, answers(model, tokenizer, suite), strict=True)]
     assert sum(outcome.named for outcome in outcomes) >= 11
     assert sum(outcome.exact for outcome in outcomes) >= 6

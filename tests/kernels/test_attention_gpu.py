@@ -30,9 +30,7 @@ def short_parts(monkeypatch):
 
 
 # Shrinking would take minutes in the interpreter. On a GPU nearly every example compiles kernels of its own.
-@settings(
-    max_examples=10 if DEVICE == "cpu" else 6, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
-)
+@settings(max_examples=6, deadline=None, phases=PHASES)
 @given(
     spans=st.lists(span, min_size=1, max_size=4),
     page_size=st.sampled_from([1, 16, 24, 128]),
@@ -57,7 +55,7 @@ def test_any_mix_of_chunks_is_the_reference(window, softcap, sink, **shape):
     assert relative_error(got, exact) < TOLERANCE[shape["dtype"]]
 
 
-@settings(max_examples=8 if DEVICE == "cpu" else 4, deadline=None, phases=PHASES)
+@settings(max_examples=4, deadline=None, phases=PHASES)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50)), min_size=1, max_size=3),
     page_size=st.sampled_from([1, 16, 24, 32]),

@@ -77,9 +77,11 @@ def test_every_level_is_the_reference(level, window, softcap, sink, **shape):
     world = PagedWorld(**shape)
     sinks = world.sinks(sink)
     assert attention.takes(world.q, world.kv, world.batch)
-    exact = world.reference(window, softcap, sinks=sinks)
-    tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
-    torch.testing.assert_close(world.attend(window, softcap, sinks), exact, atol=tolerance, rtol=tolerance)
+    exact, ours = world.reference(window, softcap, sinks=sinks), world.attend(window, softcap, sinks)
+    # In bfloat16 weights are rounded: of many thousand numbers one may be further off than all of them together.
+    each, together = (2e-5, 2e-5) if shape["dtype"] == torch.float32 else (8e-2, 1e-2)
+    torch.testing.assert_close(ours, exact, atol=each, rtol=each)
+    assert relative_error(ours, exact) < together
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

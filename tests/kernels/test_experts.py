@@ -213,7 +213,7 @@ def test_a_variant_is_the_reference(variant, tokens, count, size, activation, bi
     found = Experts(*layer, int8=variant.kind in INTEGERS)(x, *choice, added if plus else None)
     assert (found.dtype, found.shape) == (dtype, x.shape)
     exact = experts_reference(x, *choice, *layer) + (added.double() if plus else 0.0)
-    tolerance = 0.1 if variant.kind in INTEGERS else TOLERANCE[dtype]
+    tolerance = 0.2 if variant.kind in INTEGERS else TOLERANCE[dtype]
     assert not tokens or (found - exact).abs().max() <= tolerance * exact.abs().max().clamp_min(0.1)
 
 

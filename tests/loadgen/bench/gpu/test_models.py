@@ -31,7 +31,6 @@ def test_steps_and_turns_of_a_hybrid_with_experts_are_written_down(tmp_path, mon
     found = json.loads((tmp_path / "models.json").read_text())
     assert found["failed"] == {}
     lines = found["parts"]["qwen3.6-35b-a3b"]
-    assert lines["graphs"]["same_draws"] == 1
     assert lines["decode, 1 at 20, launched"]["replayed"] == 0
     assert lines["decode, 1 at 20, in graphs"]["replayed"] == 1
     assert lines["turns alone"]["completion"] == 2

@@ -29,10 +29,10 @@ from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Model, rotary_tables
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
-from holdfast.replicas.model.description import Description, describe
+from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs, kept_window, make_states
-from holdfast.replicas.model.weights import DecoderWeights, Part, Source, weights_from
+from holdfast.replicas.model.weights import Part, Source, weights_from
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import Finished, Submit
 from holdfast.replicas.types import TokenIds
@@ -249,10 +249,6 @@ class RandomWeights(Source):
 def _bytes(weight: Weight) -> int:
     tensors = (weight,) if isinstance(weight, Tensor) else weight.tensors
     return sum(each.nbytes for each in tensors if each is not None)
-
-
-def random_weights(shape: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
-    return weights_from(RandomWeights(dtype, device), shape)
 
 
 def decoding(world: World, rows: int, cached: int, window: int = 1, common: int = 0) -> StepPlan:

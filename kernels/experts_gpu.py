@@ -72,7 +72,7 @@ class _ExpertTile:
 _MANY = _ExpertTile(128, 128, 64, 8)
 _TILES = ((8, _ExpertTile(16, 64, 128, 4)), (96, _ExpertTile(64, 128, 64, 8)), (_NEVER, _MANY))
 """By up to how many pairs an expert has in the mean."""
-# Of weights in 8 and 4 bits. With four warps these take five to nine times as long on Hopper.
+# Of weights in 8 and 4 bits. With four warps these take four to nine times as long on Hopper.
 _PACKED_TILES = ((8, _ExpertTile(16, 128, 128, 8, 3)), (96, _ExpertTile(32, 256, 64, 8, 2)), (_NEVER, _MANY))
 _DEPTH = {"fp8": 128, "fp4": 256}  # the same in every tile, for it has a part in the order of the sum
 _ROOM = 160 << 10  # bytes of shared memory for tiles in flight
@@ -636,7 +636,9 @@ class GpuExperts:
         """Whether torch's grouped product can multiply. On GPUs before Hopper it waits for the device."""
         both, device = (self._gate_up, self._down), self._down.weight.device
         able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-        return able and all(each.weight.dtype != torch.float32 and not each.inputs % 8 for each in both)
+        return able and all(
+            (each.form != "plain" or each.weight.dtype == torch.bfloat16) and not each.inputs % 8 for each in both
+        )
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -658,7 +660,8 @@ class GpuExperts:
         if not tokens:
             return out
         chosen, weights = chosen.contiguous(), weights.contiguous()
-        y = (self._grouped if tokens >= self.grouped_from else self._tiled)(x, chosen, weights)
+        grouped = tokens >= self.grouped_from and x.dtype == torch.bfloat16
+        y = (self._grouped if grouped else self._tiled)(x, chosen, weights)
         _sum[(tokens, triton.cdiv(width, _SCANNED))](
             y,
             chosen,

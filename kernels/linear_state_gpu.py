@@ -36,7 +36,6 @@ from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeigh
 SHORT = 32  # tokens that go one by one at most
 _CHUNK = 32  # C; tiles of 64 rows take Hopper's wide instructions, with which Triton 3.6 compiles `_scan` wrongly
 _COLUMNS = 16  # of a state, in one program that goes token by token
-_WARPS = 1  # of that program
 _SCANNED = 32  # the same in chunks
 _CHANNELS = 512  # of the convolution's inputs in one program
 _LANES = 256  # sequences or marks that a program looks through at a time
@@ -569,7 +568,7 @@ def _recur_gpu(
         COLUMNS=columns,
         SHORT=SHORT,
         LANES=_LANES,
-        num_warps=_WARPS,
+        num_warps=1,
     )
     if longest > SHORT:
         long = min(sequences, tokens // (SHORT + 1))

@@ -276,9 +276,9 @@ class QuantizedMatrix(Matrix):
             partial = out
             if tile.split > 1:
                 partial = torch.empty(tile.split, rows, outputs, dtype=torch.float32, device=x.device)
-            exact, packed = x.dtype == torch.float32, x.dtype == torch.bfloat16 and not INTERPRETED
-            form = dict(self._form)
-            if packed := packed and form["NUMBERS"] == "e4m3":
+            exact, form = x.dtype == torch.float32, dict(self._form)
+            packed = form["NUMBERS"] == "e4m3" and x.dtype == torch.bfloat16 and not INTERPRETED
+            if packed:
                 form["UNIT"] = 1.0
             _stream_quantized[parts](
                 x,

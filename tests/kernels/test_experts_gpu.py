@@ -270,6 +270,20 @@ def test_torchs_grouped_product_computes_the_same(kind):
     assert relative_error(layer(x, chosen, weights), ours) < 1e-2  # each is rounded
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_torchs_grouped_product_is_for_bfloat16_alone(dtype):
+    """It takes nothing else: other inputs go by our kernel, and plain weights in another dtype are not timed."""
+    torch.manual_seed(0)
+    made = [stored("fp8", EXPERTS, 2 * 96, 160), stored("fp8", EXPERTS, 160, 96)]
+    layer = GpuExperts(*made, "silu")
+    x, chosen, weights = tokens(6, 160, dtype)
+    ours = layer(x, chosen, weights)
+    layer.grouped_from = 0
+    assert torch.equal(layer(x, chosen, weights), ours)
+    assert layer.groupable
+    assert not GpuExperts(*(plain(EXPERTS, *each, dtype) for each in ((64, 32), (32, 32))), "silu").groupable
+
+
 def test_what_does_not_fit_is_refused():
     gate_up, down = plain(2, 64, 32), plain(2, 32, 32)
     layer, choice = GpuExperts(gate_up, down, "silu"), (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2))

@@ -342,6 +342,7 @@ class Scheduling:
     )  # fmt: skip
     caches: tuple[str, ...] = option("small or large (default: both)", CACHES, flag="--cache", metavar="CACHE")
     cells: tuple[int, ...] = option("cells of both caches", (8192, 65536), metavar="N,N")
+    host_cells: int = option("cells that each engine has in host memory beside them", 0)
     model: str = option(_MODEL, "pocket")
     threads: int = option("threads of each engine", 1)
     workload: str = option("swe, mixed, coding or bfcl", "swe")
@@ -362,6 +363,7 @@ class Scheduling:
         if not set(self.caches) <= set(CACHES):
             raise ConfigError(f"a cache is {' or '.join(CACHES)}", "cache")
         at_least(1, "repetitions", self)
+        at_least(0, "host_cells", self)
         self.comparison([(name, "") for name in self.policies], None)  # raises before a server is started
 
     def comparison(self, servers: Sequence[tuple[str, str]], file: Path | None, number: int = 0) -> Options:

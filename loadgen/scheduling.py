@@ -105,9 +105,10 @@ def main(options: Scheduling) -> int:
     return int(not all(line.met for line in results))
 
 
-def engine(chosen: Policy, threads: int, cells: int) -> dict[str, Any]:
+def engine(chosen: Policy, options: Scheduling, cells: int) -> dict[str, Any]:
     """The `engine` section of one server's configuration."""
-    return {"threads": threads, "cells": cells, "order": chosen.order, "retention": {"policy": chosen.retention}}
+    memory = {"cells": cells, "host_cells": options.host_cells}
+    return memory | {"threads": options.threads, "order": chosen.order, "retention": {"policy": chosen.retention}}
 
 
 def faster(
@@ -140,7 +141,7 @@ def _measure(options: Scheduling, policies: Sequence[Policy], number: int, cells
     named = list(zip(options.policies, policies, strict=True))
     with ExitStack() as stack:
         servers = [
-            (name, stack.enter_context(serving(options.model, engine(policy, options.threads, cells))))
+            (name, stack.enter_context(serving(options.model, engine(policy, options, cells))))
             for name, policy in (*named[offset:], *named[:offset])
         ]
         return compare.main(options.comparison(servers, file, number))

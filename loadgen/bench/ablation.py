@@ -28,9 +28,10 @@ from holdfast.replicas.service import Service
 
 CELLS = 32768
 _RESAMPLES = 1000
-COLUMNS = {"off": "<15", "scenario": "<8", "turns": ">5", "on_median_ms": ">12.1f", "on_p99_ms": ">9.1f"}
+COLUMNS = {"off": "<15", "scenario": "<19", "turns": ">5", "on_median_ms": ">12.1f", "on_p99_ms": ">9.1f"}
 COLUMNS |= {"off_median_ms": ">13.1f", "off_p99_ms": ">10.1f", "ratio": ">5.2f", "low": ">5.2f", "high": ">5.2f"}
 COLUMNS |= {"p99_ratio": ">9.2f", "wall_ratio": ">10.2f", "equal": ">5.2f", "tokens": ">6.2f"}
+COLUMNS |= {"on_cached": ">9.2f", "off_cached": ">10.2f"}
 
 
 # ---- mechanisms to turn off ----
@@ -123,6 +124,11 @@ class Samples:
     tokens: int = 0
     answers: list[Answer] = field(default_factory=list)
 
+    @property
+    def cached(self) -> float:
+        """The share of prompt tokens that were found in the cache."""
+        return sum(a.usage.cached for a in self.answers) / max(1, sum(a.usage.prompt for a in self.answers))
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -145,6 +151,8 @@ class Comparison:
     wall_ratio: float
     equal: float  # share of turns with the same text and calls
     tokens: float  # ratio of the tokens drawn
+    on_cached: float  # share of prompt tokens
+    off_cached: float
 
 
 async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: str) -> tuple[Samples, Samples]:
@@ -160,28 +168,42 @@ async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: s
         if len(round_scripts.lanes) == 1:
             for turn, prompt in enumerate(round_scripts.lanes[0]):
                 for side in order if turn % 2 == 0 else order[::-1]:
-                    await _lanes(services[side], name, ((prompt,),), scope, samples[side], turn)
+                    await _lanes(services[side], name, ((prompt,),), scope, samples[side], first=turn)
         else:
             for side in order:
-                await _lanes(services[side], name, round_scripts.lanes, scope, samples[side])
+                await _lanes(services[side], name, round_scripts.lanes, scope, samples[side], round_scripts.interleaved)
     return samples
 
 
 async def _lanes(
-    service: Service, name: str, lanes: Sequence[Sequence[ChatPrompt]], scope: str, samples: Samples, first: int = 0
+    service: Service,
+    name: str,
+    lanes: Sequence[Sequence[ChatPrompt]],
+    scope: str,
+    samples: Samples,
+    interleaved: bool = False,
+    first: int = 0,
 ) -> None:
-    async def lane(number: int, prompts: Sequence[ChatPrompt]) -> list[tuple[float, Answer]]:
-        done = []
-        for turn, prompt in enumerate(prompts, first):
-            begin = time.perf_counter()
-            answer = await service.generate(request(f"{name}.{number}/{turn}", prompt, scope))
-            if not isinstance(answer, Answer):
-                raise EngineError(f"a turn failed: {answer.error.message}")
-            done.append((time.perf_counter() - begin, answer))
-        return done
+    """All turns of `lanes`; `interleaved` as in `Round`, and `first` is the number of a lane's first turn."""
+
+    async def turn(lane: int, number: int, prompt: ChatPrompt) -> tuple[float, Answer]:
+        begin = time.perf_counter()
+        answer = await service.generate(request(f"{name}.{lane}/{number}", prompt, scope))
+        if not isinstance(answer, Answer):
+            raise EngineError(f"a turn failed: {answer.error.message}")
+        return time.perf_counter() - begin, answer
+
+    async def whole(lane: int, prompts: Sequence[ChatPrompt]) -> list[tuple[float, Answer]]:
+        return [await turn(lane, number, prompt) for number, prompt in enumerate(prompts, first)]
 
     begin = time.perf_counter()
-    results = await asyncio.gather(*(lane(number, prompts) for number, prompts in enumerate(lanes)))
+    if interleaved:
+        in_order = [(lane, number) for number in range(max(map(len, lanes))) for lane in range(len(lanes))]
+        results = [
+            [await turn(lane, number, lanes[lane][number])] for lane, number in in_order if number < len(lanes[lane])
+        ]
+    else:
+        results = await asyncio.gather(*(whole(lane, prompts) for lane, prompts in enumerate(lanes)))
     samples.rounds.append(time.perf_counter() - begin)
     for seconds, answer in (one for done in results for one in done):
         samples.turns.append(seconds)
@@ -209,6 +231,8 @@ def compared(name: str, scenario: str, on: Samples, off: Samples) -> Comparison:
         wall_ratio=_round(sum(off.rounds) / sum(on.rounds)),
         equal=_round(sum(same) / len(same)),
         tokens=_round(off.tokens / max(on.tokens, 1)),
+        on_cached=_round(on.cached),
+        off_cached=_round(off.cached),
     )
 
 

@@ -164,7 +164,7 @@ def masks() -> Iterator[Row]:
     """Which tokens a constrained reply may have next."""
     if not AVAILABLE:
         return
-    (script,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, burst=True))
+    (script,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, shared=True))
     prompt = script.lanes[0][0]
     side, required = _text_side(), ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
     begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""Rounds of chat requests for engines to compare: recorded conversations with tools, and bursts over one preamble.
+"""Rounds of chat requests for engines to compare: recorded conversations with tools.
 
 Rounds follow from the seed. Each prompt contains the recorded replies of earlier turns, whatever was generated: every
 engine gets the same prompts.
@@ -17,34 +17,44 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest
 
 MAX_TOKENS = 128  # of a turn, as in the paper's evaluation
-BURST_TOOLS = 24
+SHARED_TOOLS = 24
 """About 2,000 tokens of declarations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One repetition of a scenario: `lanes` run at the same time, the requests of a lane one after another."""
+    """One repetition of a scenario: `lanes` run at the same time, the requests of a lane one after another.
+
+    `interleaved`: only one request runs at a time, the first of each lane, then the second of each, and so on.
+    """
 
     scenario: str
     lanes: tuple[tuple[ChatPrompt, ...], ...]
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`lanes` conversations at a time, of `turns` assistant turns each; a burst is one turn over shared tools."""
+    """`lanes` conversations at a time, of `turns` assistant turns each.
+
+    `shared`: all of a round begin with one system prompt and one set of tools. `interleaved`: as in `Round`.
+    """
 
     name: str
     lanes: int
     turns: int
     rounds: int
-    burst: bool = False
+    shared: bool = False
+    interleaved: bool = False
 
 
 SCENARIOS = (
     Scenario("turns6", lanes=1, turns=6, rounds=4),
     Scenario("turns35", lanes=1, turns=35, rounds=1),
-    Scenario("burst8", lanes=8, turns=1, rounds=4, burst=True),
+    Scenario("burst8", lanes=8, turns=1, rounds=4, shared=True),
     Scenario("agents8", lanes=8, turns=6, rounds=2),
+    Scenario("agents8-shared", lanes=8, turns=6, rounds=2, shared=True),
+    Scenario("agents8-interleaved", lanes=8, turns=6, rounds=2, shared=True, interleaved=True),
 )
 
 
@@ -58,9 +68,10 @@ def rounds(scenario: Scenario, seed: int = 0, scale: float = 1.0) -> Iterator[Ro
     number = max(1, round(scenario.rounds * scale))
     for _ in range(number + number % 2 if scenario.lanes > 1 else number):
         some = [next(source) for _ in range(scenario.lanes)]
-        yield Round(
-            scenario.name, _burst(rng, some) if scenario.burst else tuple(_turns(c, scenario.turns) for c in some)
-        )
+        if scenario.shared:
+            some = _sharing(rng, some)
+        lanes = tuple(_turns(conversation, scenario.turns) for conversation in some)
+        yield Round(scenario.name, lanes, scenario.interleaved)
 
 
 def request(name: str, prompt: ChatPrompt, scope: str) -> GenerateRequest:
@@ -85,11 +96,11 @@ def _turns(conversation: Conversation, turns: int) -> tuple[ChatPrompt, ...]:
     return tuple(ChatPrompt(messages[:end], conversation.tools) for end in ends[:turns])
 
 
-def _burst(rng: random.Random, some: list[Conversation]) -> tuple[tuple[ChatPrompt, ...], ...]:
-    """The first requests of different conversations over one system prompt and one set of tools."""
+def _sharing(rng: random.Random, some: list[Conversation]) -> list[Conversation]:
+    """The same conversations over one system prompt and one set of tools."""
     every = {tool["function"]["name"]: tool for each in recorded() for tool in each.tools}
-    tools, system = tuple(rng.sample(list(every.values()), BURST_TOOLS)), _system(rng)
-    return tuple((ChatPrompt([system, next(m for m in c.messages if m["role"] == "user")], tools),) for c in some)
+    tools, system = tuple(rng.sample(list(every.values()), SHARED_TOOLS)), _system(rng)
+    return [Conversation((system, *conversation.messages[1:]), tools) for conversation in some]
 
 
 def _system(rng: random.Random) -> Json:

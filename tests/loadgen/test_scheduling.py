@@ -57,7 +57,7 @@ def test_without_the_order_of_requests_there_is_no_target() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_servers_settings_are_a_configuration(name: str) -> None:
-    settings = parse(json.dumps({"engine": engine(policy(name), 1, 8192)}))
+    settings = parse(json.dumps({"engine": engine(policy(name), Scheduling(), 8192)}))
     assert settings.engine.order == POLICIES[name].order
     assert settings.engine.retention.policy == POLICIES[name].retention
     assert settings.engine.cells == 8192

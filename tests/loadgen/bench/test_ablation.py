@@ -4,6 +4,7 @@ import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from holdfast.loadgen.bench.ablation import Samples, alternate, compared, main
 from holdfast.loadgen.bench.workload import SCENARIOS, Scenario, rounds
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.requests import Answer, Timing, Usage
+from holdfast.replicas.requests import Answer, GenerateRequest, Timing, Usage
 from holdfast.replicas.service import Service
 
 
@@ -37,9 +38,9 @@ def test_lanes_have_an_even_number_of_rounds_so_that_each_side_begins_as_often(s
         assert found >= scenario.rounds * scale - 0.5
 
 
-def test_a_burst_shares_its_preamble_and_asks_for_different_things() -> None:
-    burst = next(scenario for scenario in SCENARIOS if scenario.burst)
-    prompts = [prompt for (prompt,) in next(iter(rounds(burst))).lanes]
+@pytest.mark.parametrize("scenario", [one for one in SCENARIOS if one.shared], ids=lambda one: one.name)
+def test_a_shared_preamble_comes_before_different_requests(scenario: Scenario) -> None:
+    prompts = [lane[0] for lane in next(iter(rounds(scenario))).lanes]
     assert len({json.dumps(list(prompt.tools)) for prompt in prompts}) == 1
     assert len({prompt.messages[0]["content"] for prompt in prompts}) == 1
     assert len({prompt.messages[1]["content"] for prompt in prompts}) > 1
@@ -72,6 +73,24 @@ def test_turns_of_one_lane_alternate_and_both_services_see_the_same() -> None:
     assert len(on.turns) == len(off.turns) >= 2
     assert [a.text for a in on.answers] == [a.text for a in off.answers]
     assert np.all(np.array(on.turns) > 0)
+
+
+def test_interleaved_lanes_run_a_turn_at_a_time() -> None:
+    scenario = Scenario("s", lanes=2, turns=3, rounds=1, shared=True, interleaved=True)
+    running, order = set[str](), list[str]()
+
+    class Recording:
+        async def generate(self, request: GenerateRequest) -> Answer:
+            assert not running
+            running.add(request.request_id)
+            await asyncio.sleep(0)
+            running.clear()
+            order.append(request.request_id.removeprefix("x/0."))
+            return answer("a")
+
+    service = cast("Service", Recording())
+    asyncio.run(alternate(service, service, list(rounds(scenario))[:1], "x"))
+    assert order == ["0/0", "1/0", "0/1", "1/1", "0/2", "1/2"] * 2
 
 
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

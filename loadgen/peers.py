@@ -79,7 +79,18 @@ def vllm(request: Wanted) -> Peer:
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
         # It keeps a core free for its scheduler: half of a machine of two, where it is faster with both.
         environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        # Without Intel's OpenMP each product waits for a thread to wake up.
+        if found := _preloaded(request.venv):
+            environment |= {"LD_PRELOAD": ":".join(found)}
     return Peer((_program("vllm", request.venv), "serve", request.model, *options, *request.more), environment)
+
+
+def _preloaded(venv: Path | None) -> list[str]:
+    """The libraries that vLLM's CPU build asks for in LD_PRELOAD, where they are installed."""
+    folders = ([venv / "lib"] if venv is not None else []) + [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64")]
+    named = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+    paths = (next((path for folder in folders if (path := folder / name).exists()), None) for name in named)
+    return [str(path) for path in paths if path is not None]
 
 
 def transformers(request: Wanted) -> Peer:

@@ -96,7 +96,8 @@ _CLOSE = 0.25  # largest difference of log probabilities that rounding to 16 bit
 # verifying
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 4), (8, 8), (8, 16))  # (sequences, tokens of each)
 _CONTEXT = 256  # tokens each sequence has in its cache
-_BUDGET_S = 5.0  # after this time no wider step is measured
+_ROUNDS = 3
+_BUDGET_S = 5.0  # no wider step is measured where all rounds would take longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -673,16 +674,16 @@ def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
 def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
     """Time decode steps of several widths over pages that hold nothing yet. None where there is no room.
 
-    Single sequences give the narrow widths, several with windows of drafts the wide ones, as in real steps. A figure is
-    the least of three: other load on the machine only adds. The gate corrects the figures with every step.
+    Single sequences give the narrow widths, several with windows of drafts the wide ones, as in real steps. Each round
+    times all widths, and a figure is the least of three rounds. Other load on the machine only adds, and what comes in
+    bursts does not fall on one width alone. The gate corrects the figures with every step.
     """
-    rows: list[int] = []
-    seconds: list[float] = []
+    plans = list[StepPlan]()
     began = time.perf_counter()
     for sequences, window in _SHAPES:
         context = min(_CONTEXT, config.context_length - window)
         writes = _writes(config, sequences, context + window) if context > 0 else ()
-        if not writes or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
+        if not writes or (len(plans) >= 2 and time.perf_counter() - began > _BUDGET_S / _ROUNDS):
             break
         draw = Draw(Sampling(), 0, drafts=window - 1)
         tokens = np.ones(window, np.int32)
@@ -690,9 +691,13 @@ def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
             Chunk(row, context, tokens, draw, state=_state(row, config.state_slots, window, begins=False))
             for row in range(sequences)
         )
-        rows.append(sequences * window)
-        seconds.append(min([_timed(runner, StepPlan(chunks, writes)) for _ in range(4)][1:]))  # the first warms up
-    return step_cost(rows, seconds) if len(rows) >= 2 else None
+        plans.append(StepPlan(chunks, writes))
+        _timed(runner, plans[-1])  # warms up
+    if len(plans) < 2:
+        return None
+    rounds = [[_timed(runner, plan) for plan in plans] for _ in range(_ROUNDS)]
+    rows = [sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans]
+    return step_cost(rows, np.min(rounds, axis=0).tolist())
 
 
 def _timed(runner: Runner, plan: StepPlan) -> float:

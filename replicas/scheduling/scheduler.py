@@ -377,7 +377,7 @@ class Scheduler:
             if plan.prefills:
                 self._load.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
-                self.drafts.measured(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
+                self.drafts.measured(sum(len(chunk.tokens) for chunk in plan.chunks), seconds, len(plan.chunks))
         self._order.serve(step.sequences, plan.chunks, seconds, self._waiting.waiting)
         if plan.chunks:
             self._share(step, seconds)

@@ -48,7 +48,15 @@ _TENANTS = 16  # a tenant may use this fraction of the memory
 _ACCEPTANCE = Acceptance(by_match=(0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98), unknown=0.6, weight=0.1)
 """`by_match` was measured on 32 conversations of an airline agent."""
 _GAP: TokenIds = np.array([GAP], np.int32)
-_COST_WEIGHT = 0.1  # of one step in what steps take longer than measured
+_LEVEL_WEIGHT = 0.1  # of one step in the mean time of such steps
+_SLOPE_WEIGHT = 0.05  # of one step in what more rows cost
+_SLOPES = (0.1, 10.0)  # least and most seconds for one of measured cost
+_WIDE, _SEEN, _TINY = (
+    64,
+    0.1,
+    1e-3,
+)  # a width; shares of its cost beyond one row's, and of one row's, that count as seen
+_LEAST = 0.9  # of a narrow step's cost is the most that is taken off all
 _DELAYED = 1.5  # a step counts for at most this multiple of its expected time: something else ran meanwhile
 _UNLIKELY = 0.01  # a draft less likely to be right never pays for its row
 _WORTH = 1.02  # least gain over a step without drafts: the best of many estimates is usually too optimistic
@@ -56,6 +64,46 @@ _BLIND = 3  # steps planned without asking for drafts after a step without any, 
 
 FREE: StepCost = (1.0,) * (VERIFY_ROWS + 1)
 """Used where the cost was not measured: rows cost nothing."""
+
+
+class StepTimes:
+    """How the time of real steps differs from the cost that was measured at load.
+
+    At load contexts are short, and other programs may have been busy. So the time of a step of n rows is taken to be
+    level + slope * cost[n]. The level is that of steps with about as many sequences, since their contexts are read too.
+    The slope is learned from steps with about as many sequences and other numbers of drafts.
+    """
+
+    def __init__(self, cost: Doubles) -> None:
+        self._cost = cost
+        # Mean cost and seconds of steps, by the number of binary digits of how many sequences they have.
+        self._means: dict[int, tuple[float, float]] = {}
+        # Mean squares and products of differences, as if a slope of 1 had been seen.
+        self._spread = self._together = (_SEEN * float(cost[_WIDE] - cost[1]) + _TINY * float(cost[1])) ** 2
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a step takes for one of its measured cost."""
+        return min(max(self._together / self._spread, _SLOPES[0]), _SLOPES[1])
+
+    def add(self, rows: int, seconds: float, sequences: int) -> None:
+        """A step of `rows` rows took `seconds`."""
+        cost, kind = float(self._cost[rows]), sequences.bit_length()
+        mean_cost, mean_s = self._means.get(kind, (cost, cost))
+        wider = cost - mean_cost
+        expected = max(mean_s + self.slope * wider, 0.0)
+        longer = min(seconds, _DELAYED * expected) - mean_s
+        self._means[kind] = (mean_cost + _LEVEL_WEIGHT * wider, mean_s + _LEVEL_WEIGHT * longer)
+        forget = 1.0 - _SLOPE_WEIGHT * wider**2 / (wider**2 + self._spread)  # only what says something replaces
+        self._spread = forget * self._spread + _SLOPE_WEIGHT * wider**2
+        self._together = forget * self._together + _SLOPE_WEIGHT * wider * longer
+
+    def extra_s(self, sequences: int) -> float:
+        """What is to be added to every cost, so that costs are in the proportion of real steps' times."""
+        known = self._means.get(sequences.bit_length())
+        if known is None:
+            return 0.0
+        return max(known[1] / self.slope - known[0], -_LEAST * float(self._cost[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +136,7 @@ class Drafter:
         self._most_forced = min(MOST_FORCED, config.max_draft) if bounded else MOST_FORCED
         self._stats = stats
         self._cost = np.array(cost or FREE)
-        self._measured = cost is not None
-        self._extra_s = 0.0  # seconds that steps take longer than `_cost` says, as contexts grow
+        self._times = StepTimes(self._cost) if cost is not None else None
         self._memory = TurnMemory(config.memory_bytes, config.memory_bytes // _TENANTS)
         self._table = DraftTable(config.max_draft, _ACCEPTANCE)
         self._states: dict[str, _State | None] = {}  # by request id; None: speculation failed
@@ -141,7 +188,8 @@ class Drafter:
             drafts = 0
             if drafting:
                 offers = self._table.draft(slots, limits, memories, _MEMORY_MATCH)
-                lengths = draft_lengths(offers.chances, offers.lengths, len(decoding), self._cost, self._extra_s)
+                extra_s = self._times.extra_s(len(decoding)) if self._times is not None else 0.0
+                lengths = draft_lengths(offers.chances, offers.lengths, len(decoding), self._cost, extra_s)
                 drafts = sum(lengths)
                 self._stats.drafts_withheld += int(offers.lengths.sum()) - drafts
                 rows = zip(drafting, offers.tokens, lengths, strict=True)
@@ -178,16 +226,10 @@ class Drafter:
         if (state := self._states.get(sequence.request_id)) is not None:
             self._table.drawn(state.slot, drawn, predicted)
 
-    def measured(self, rows: int, seconds: float) -> None:
-        """A step of `rows` rows that only decoded took `seconds`.
-
-        The measurement at load used short contexts. Longer ones add the same time to steps of any width, which makes
-        drafts cheaper by comparison.
-        """
-        if rows < len(self._cost) and self._measured:
-            expected = float(self._cost[rows]) + self._extra_s
-            error = min(seconds, _DELAYED * expected) - expected
-            self._extra_s = max(self._extra_s + _COST_WEIGHT * error, 0.0)
+    def measured(self, rows: int, seconds: float, sequences: int) -> None:
+        """A step of `rows` rows, in which so many sequences only decoded, took `seconds`."""
+        if self._times is not None and rows < len(self._cost):
+            self._times.add(rows, seconds, sequences)
 
     def close(self, sequence: Sequence) -> None:
         """A sequence ended. `catch_up` will remember its completion for its scope."""

@@ -46,6 +46,15 @@ def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None
         peers.transformers(Wanted("transformers", "m", ngram=True))
 
 
+def test_vllm_gets_intels_openmp_where_it_is_installed(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libiomp5.so"
+    assert str(library) not in peers.vllm(Wanted("vllm", "m", venv=tmp_path)).environment.get("LD_PRELOAD", "")
+    library.parent.mkdir()
+    library.touch()
+    assert str(library) in peers.vllm(Wanted("vllm", "m", venv=tmp_path)).environment["LD_PRELOAD"].split(":")
+    assert "LD_PRELOAD" not in peers.vllm(Wanted("vllm", "m", venv=tmp_path, gpu=True)).environment
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_transformers_batches_no_linear_attention(nested: bool, tmp_path: Path) -> None:
     text = {"layer_types": ["linear_attention", "full_attention"]}

@@ -14,7 +14,7 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.plan import Sampling, StepCost, step_cost
 from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.requests import Submit
-from holdfast.replicas.speculation.drafter import Drafter, TurnMemory
+from holdfast.replicas.speculation.drafter import Drafter, StepTimes, TurnMemory
 from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.stats import EngineStats
 
@@ -156,8 +156,22 @@ def test_steps_that_take_longer_than_measured_bring_drafts_back() -> None:
     drafter, sequence = drafter_of(cost=DEAR), begin([*range(5, 40), 5, 6])
     assert propose(drafter, sequence) == [[]]
     for _ in range(100):
-        drafter.measured(1, 100.0)  # contexts have grown: each step takes as much longer
+        drafter.measured(1, 100.0, sequences=1)  # contexts have grown: each step takes as much longer
     assert len(propose(drafter, sequence)[0]) >= 5
+
+
+@pytest.mark.parametrize("at_load", [(60, 60, 66, 72), (14, 40, 200, 400), (28, 34, 94, 180)])
+def test_costs_that_were_measured_beside_other_programs_become_those_of_steps(at_load: tuple[float, ...]) -> None:
+    rows, real = (1, 16, 64, 128), (14.0, 17.0, 47.0, 90.0)
+    believed, true = (np.array(step_cost(rows, each)) for each in (at_load, real))
+    times, draw = StepTimes(believed), np.random.default_rng(0)
+    for _ in range(600):
+        width = int(draw.integers(8, 65))
+        times.add(width, float(true[width] + 10.0) * draw.lognormal(0.0, 0.05), sequences=8)  # long contexts: 10 more
+    learned = believed + times.extra_s(8)
+    proportions = learned[[32, 64]] / learned[8]
+    assert proportions == pytest.approx((true[[32, 64]] + 10.0) / (true[8] + 10.0), rel=0.25)
+    assert times.extra_s(1) == 0.0  # nothing is known of steps with one sequence
 
 
 def test_a_sequence_that_fails_drafts_little_and_recovers() -> None:

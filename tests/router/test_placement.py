@@ -295,13 +295,7 @@ def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_waiting": 0},
-        {"queue_timeout_s": -1.0},
-        {"no_replica_s": -1.0},
-        {"silent_s": 2.0},
-    ],
+    "wrong", [{"max_waiting": 0}, {"queue_timeout_s": -1.0}, {"no_replica_s": -1.0}, {"silent_s": 2.0}]
 )
 def test_impossible_settings_name_their_field(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

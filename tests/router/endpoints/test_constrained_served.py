@@ -168,11 +168,7 @@ def test_a_model_of_the_answer_is_parsed(client: openai.OpenAI) -> None:
 
 def test_any_json_object(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(
-        model="pocket",
-        messages=MESSAGES,
-        response_format={"type": "json_object"},
-        temperature=0,
-        max_tokens=60,
+        model="pocket", messages=MESSAGES, response_format={"type": "json_object"}, temperature=0, max_tokens=60
     ).choices
     text = choice.message.content
     assert text is not None

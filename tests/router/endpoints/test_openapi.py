@@ -94,10 +94,7 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
     world = World()
     told = world.call("GET", "/openapi.json").json()
     limits = TenantLimits(
-        requests_per_minute=1,
-        input_tokens_per_minute=1,
-        uncached_tokens_per_minute=1,
-        output_tokens_per_minute=1,
+        requests_per_minute=1, input_tokens_per_minute=1, uncached_tokens_per_minute=1, output_tokens_per_minute=1
     )
     status = RateLimitStatus(limits, defaultdict(float))
     sent = set()

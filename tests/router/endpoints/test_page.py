@@ -319,9 +319,7 @@ def replicas_and_tenants(page: Page) -> None:
         " return [...bar.children].map((part) => width(part) / width(bar)); })()"
     )
     assert filled == pytest.approx([10768 / 65536, 16000 / 65536, 6000 / 65536], abs=0.05)
-    assert page.run(rows.format("tenants")) == [
-        ["default", "0", str(2 * MANY), "0", "0", "400.0k", "75 %", "40.0k"],
-    ]
+    assert page.run(rows.format("tenants")) == [["default", "0", str(2 * MANY), "0", "0", "400.0k", "75 %", "40.0k"]]
 
 
 @pytest.mark.parametrize(("width", "phone", "dark"), [(1280, False, False), (390, True, True)])

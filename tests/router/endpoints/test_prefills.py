@@ -41,11 +41,7 @@ CALLED: Any = [*ASKS, {"role": "assistant", "content": None, "tool_calls": CALLS
 
 
 def result(city: str) -> dict[str, str]:
-    return {
-        "role": "tool",
-        "tool_call_id": f"call_{city}",
-        "content": f"It rains in {city}, 7 degrees, wind from west",
-    }
+    return {"role": "tool", "tool_call_id": f"call_{city}", "content": f"It rains in {city}, 7 degrees, wind from west"}
 
 
 def make(reason: str = "length", **settings: Any) -> World:

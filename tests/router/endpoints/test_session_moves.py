@@ -44,11 +44,7 @@ class Cluster:
 
     @classmethod
     def of(
-        cls,
-        loop: Loop,
-        backend: Replicas,
-        config: RouterConfig | None = None,
-        tenants: TenantDirectory | None = None,
+        cls, loop: Loop, backend: Replicas, config: RouterConfig | None = None, tenants: TenantDirectory | None = None
     ) -> "Cluster":
         first = shared_records(key_file=config.cache_key_file if config else "")
         second = shared_records(first, key_file=config.cache_key_file if config else "")

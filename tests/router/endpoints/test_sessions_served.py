@@ -17,12 +17,7 @@ from holdfast.replicas import questions
 from holdfast.replicas.config import DraftConfig, EngineConfig
 
 CONFIG = EngineConfig(
-    cells=8192,
-    threads=1,
-    context_length=1024,
-    max_sequences=8,
-    session_rows=4,
-    speculation=DraftConfig(enabled=False),
+    cells=8192, threads=1, context_length=1024, max_sequences=8, session_rows=4, speculation=DraftConfig(enabled=False)
 )
 PATIENT = 60.0  # seconds a slow machine may take
 HELLO = [{"role": "system", "content": "Answer shortly."}, {"role": "user", "content": "Here are readings."}]

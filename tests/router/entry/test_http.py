@@ -49,12 +49,7 @@ PART = {"type": "http.request", "body": b"x" * 100, "more_body": True}
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
-    [
-        ([PART, GONE], http.CLIENT_GONE),
-        ([PART], 408),
-        ([PART] * 20, 413),
-        ([PART, {**PART, "more_body": False}], 400),
-    ],
+    [([PART, GONE], http.CLIENT_GONE), ([PART], 408), ([PART] * 20, 413), ([PART, {**PART, "more_body": False}], 400)],
 )
 def test_a_body_in_parts_is_given_back_however_it_ends(messages, expected):
     world = World(config=replace(BOUNDED, body_timeout_s=0.1) if expected == 408 else BOUNDED)

@@ -221,10 +221,7 @@ def test_the_servers_own_first_request_is_served_and_counts_among_none():
 def test_where_there_are_keys_nobody_can_ask_uncounted():
     world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("k"),))]))
     world.call(
-        "POST",
-        "/v1/chat/completions",
-        json=chat_body(),
-        headers={WARM_UP_HEADER: "1", "Authorization": "Bearer k"},
+        "POST", "/v1/chat/completions", json=chat_body(), headers={WARM_UP_HEADER: "1", "Authorization": "Bearer k"}
     )
     assert sum(world.outcomes().values()) == 1
     assert world.backend.requests[0].origin is Origin.CLIENT

@@ -114,12 +114,7 @@ async def test_sums_are_the_engines_counters_to_the_token():
         await router.chat(messages=say, max_tokens=12, n=3, headers=FRESH)
         await router.chat(messages=say, max_tokens=64, stop=["e", "o", " "], headers=FRESH)
         await router.chat(
-            messages=say,
-            max_tokens=64,
-            tools=[TOOL],
-            tool_choice="required",
-            parallel_tool_calls=False,
-            headers=FRESH,
+            messages=say, max_tokens=64, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, headers=FRESH
         )
         await router.chat(path="/v1/completions", messages=None, prompt="one two", max_tokens=9, echo=True, logprobs=1)
         await prefill(router, say)
@@ -430,12 +425,7 @@ async def test_two_administrators_do_not_undo_each_others_work():
 @pytest.mark.parametrize(("config", "key", "status"), [(CONFIG, "acme", 401), (RouterConfig(), "admin", 403)])
 async def test_administration_is_for_its_own_keys(config, key, status):
     async with Router(tenants=[ACME], config=config) as router:
-        for method, path in (
-            ("GET", "/tenants"),
-            ("POST", "/tenants"),
-            ("GET", "/usage/records"),
-            ("GET", "/audit"),
-        ):
+        for method, path in (("GET", "/tenants"), ("POST", "/tenants"), ("GET", "/usage/records"), ("GET", "/audit")):
             answer = await router.http.request(method, f"/v1/admin{path}", headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == status
 
@@ -495,11 +485,7 @@ async def test_refusals_push_no_act_out_of_the_audit_log_and_tell_no_path_as_it_
         log = (await router.http.get("/v1/admin/audit", params={"limit": 3}, headers=ADMIN)).text
         entries = [orjson.loads(line) for line in log.splitlines()]
         assert [entry["act"] for entry in entries] == ["refused"] * 3 + ["tenant added"]
-        paths = [
-            "/v1/admin/tenants/{name}",
-            "/v1/programs/{program_id:path}/heartbeat",
-            "/v1/responses/{response_id}",
-        ]
+        paths = ["/v1/admin/tenants/{name}", "/v1/programs/{program_id:path}/heartbeat", "/v1/responses/{response_id}"]
         assert sorted(entry["path"] for entry in entries[:3]) == paths
 
 

@@ -124,10 +124,7 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x"}] * 8193}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 8193}]},
-            "messages.0.content",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 8193}]}, "messages.0.content"),
         ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(1025)]}, "tools"),
     ],
 )

@@ -101,9 +101,7 @@ def test_a_streamed_call_names_it_in_every_event() -> None:
     assert (added["item"]["name"], added["item"]["namespace"]) == ("read_file", "mcp__files")
     done = next(event for event in found if event["type"] == "response.function_call_arguments.done")
     assert done["name"] == "read_file"
-    assert found[-1]["response"]["tools"] == [
-        {**FILES, "tools": [READ]},
-    ]
+    assert found[-1]["response"]["tools"] == [{**FILES, "tools": [READ]}]
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,7 @@ from pydantic import TypeAdapter
 from redis_server import shared_records, shared_server
 
 from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, UnavailableError
-from holdfast.replicas.requests import (
-    Completed,
-    Errored,
-    LogprobText,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-)
+from holdfast.replicas.requests import Completed, Errored, LogprobText, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.responses import ITEM_TYPES, ResponseEncoder, ResponsesBody, response_object

@@ -73,10 +73,7 @@ def test_items_are_sealed_and_their_tenants_own(tmp_path, filed):
     config = RouterConfig(cache_key_file=str(key_file(tmp_path, bytes(32))) if filed else "")
     world = World(FakeBackend(THOUGHT), TENANTS, config)
     compaction = ask(world, input=[{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]).json()
-    for kind, content in (
-        ("reasoning", thoughts(world)),
-        ("compaction", compaction["output"][0]["encrypted_content"]),
-    ):
+    for kind, content in (("reasoning", thoughts(world)), ("compaction", compaction["output"][0]["encrypted_content"])):
         assert b"Private" not in base64.b64decode(content.split(".")[1])
         assert ask(world, input=said(content, kind)).status_code == 200
         assert shown(world) == (["Private thoughts."] if kind == "reasoning" else [])

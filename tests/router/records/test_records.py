@@ -95,11 +95,7 @@ async def test_the_records_of_an_owner_take_its_limit_and_no_more(records):
     await records.delete("k/greedy/0")
     assert await records.put("k/greedy/2", b"x" * 60, 60.0, 100) is PutResult.STORED
     await records.delete_owner("k/greedy", "2")
-    assert [each is None for each in await records.get_all([f"k/greedy/{n}" for n in range(3)])] == [
-        True,
-        True,
-        False,
-    ]
+    assert [each is None for each in await records.get_all([f"k/greedy/{n}" for n in range(3)])] == [True, True, False]
     await records.delete_owner("k/greedy")
     assert await records.get_all([f"k/greedy/{n}" for n in range(3)]) == [None] * 3
     assert await records.put("k/greedy/0", b"x" * 100, 60.0, 100) is PutResult.STORED

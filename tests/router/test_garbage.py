@@ -7,11 +7,10 @@ import asyncio
 import orjson
 import pytest
 from cycles import left_in_cycles
-from fake_backend import CALL, FORMATS, FakeBackend, World, chat_body
+from fake_backend import CALL, FORMATS, FakeBackend, World, chat_body, http_scope, keyed
 
 from holdfast.replicas.errors import DeadlineError, UnavailableError
 from holdfast.replicas.requests import TextDelta
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 CHAT = "/v1/chat/completions"
 SAID = chat_body()["messages"]
@@ -41,7 +40,7 @@ CASES = {
     "a program": (World, CHAT, chat_body(program_id="p")),
     "wrong": (World, CHAT, chat_body(messages="x")),
     "no JSON": (World, CHAT, None),
-    "no key": (lambda: World(tenants=TenantDirectory([Tenant("acme", (hash_key("a"),))])), CHAT, chat_body()),
+    "no key": (lambda: World(tenants=keyed("acme")), CHAT, chat_body()),
     "refused": (lambda: failing(DeadlineError("late", retry_after_s=1.0)), CHAT, chat_body()),
     "failing": (lambda: failing(*FAILS), CHAT, chat_body()),
     "failing stream": (lambda: failing(*FAILS), CHAT, chat_body(stream=True)),
@@ -57,10 +56,7 @@ CASES = {
 
 async def serve(world, path, body):
     """One request whose client has left by the time that something is asked of it again, if it was not answered."""
-    method = "GET" if path == "/v1/cluster/status" else "POST"
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
-    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "state": {}}
-    scope |= {"headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 80)}
+    scope = http_scope(path, "GET" if path == "/v1/cluster/status" else "POST", [(b"host", b"localhost")])
     asked, answered = [], asyncio.Event()
 
     async def receive():

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from fake_backend import World
+from fake_backend import World, bearer, keyed
 from service_backend import ServiceBackend
-
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 OWN = ("date", "request-id", "x-request-id", "server-timing")  # of each answer
 READ = ("/v1/usage", "/v1/tools/latency", "/v1/cluster/status", "/v1/sessions", "/v1/models")
@@ -28,17 +26,17 @@ def body(city: str, tool: str) -> dict[str, Any]:
 
 @contextmanager
 def served() -> Iterator[tuple[ServiceBackend, httpx.Client]]:
-    tenants = TenantDirectory([Tenant(name, key_hashes=(hash_key(name),)) for name in ("victim", "me")], exposed=True)
     backend = ServiceBackend()
+    world = World(backend, keyed("victim", "me", exposed=True))
     try:
-        with World(backend, tenants).served() as address, httpx.Client(base_url=address, timeout=60) as client:
+        with world.served() as address, httpx.Client(base_url=address, timeout=60) as client:
             yield backend, client
     finally:
         backend.stop()
 
 
 def ask(client: httpx.Client, who: str, asked: dict[str, Any]) -> httpx.Response:
-    answer = client.post("/v1/chat/completions", json=asked, headers={"authorization": f"Bearer {who}"})
+    answer = client.post("/v1/chat/completions", json=asked, headers=bearer(who))
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -69,10 +67,9 @@ def seen(victim: dict[str, Any]) -> list[Any]:
         found: list[Any] = [tuple(now - then for now, then in zip(work(backend), before, strict=True))]
         found.append({k: v for k, v in answer.headers.items() if k not in OWN})
         found.append(told(answer.json()))
-        key = {"authorization": "Bearer me"}
-        looks = [client.get(path, headers=key) for path in READ]
+        looks = [client.get(path, headers=bearer("me")) for path in READ]
         found += [(look.status_code, told(look.json())) for look in looks]
-        found.append(client.get("/metrics", headers=key).status_code)
+        found.append(client.get("/metrics", headers=bearer("me")).status_code)
         assert ask(client, "me", mine).headers["x-holdfast-cache"] == "hit", "its own is found"
     return found
 

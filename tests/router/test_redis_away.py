@@ -94,8 +94,7 @@ def test_what_could_not_be_stored_is_refused(path: str, body: Any) -> None:
 async def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> None:
     records = Records(RedisAddress(server.url), PATIENT, retry_s=0.01)
     world = World(FakeBackend(), records=records)
-    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with world.client() as client:
         first = (await client.post("/v1/responses", json=RESPONSE)).json()
         made = (await client.post("/v1/prefills", json=PREFILL)).json()
         calls: list[Callable[[], Awaitable[httpx.Response]]] = [
@@ -104,13 +103,13 @@ async def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServe
             lambda: client.get(f"/v1/prefills/{made['id']}"),
             lambda: client.post("/v1/chat/completions", json=chat_body(prefill_id=made["id"])),
         ]
-        kept = server.client().dump(f"holdfast/records/responses/default/{first['id']}")
-        handle = server.client().dump(f"holdfast/records/prefills/default/{made['id']}")
+        keys = [f"holdfast/records/{each['object']}s/default/{each['id']}" for each in (first, made)]
+        kept = {key: server.client().dump(key) for key in keys}
         server.kill()
         assert [(await call()).status_code for call in calls] == [503] * 4
         server.start()
-        server.client().restore(f"holdfast/records/responses/default/{first['id']}", 0, kept)
-        server.client().restore(f"holdfast/records/prefills/default/{made['id']}", 0, handle)
+        for key, value in kept.items():
+            server.client().restore(key, 0, value)
         await until_async(lambda: not records.degraded)
         assert [(await call()).status_code for call in calls] == [200] * 4
     await records.close()

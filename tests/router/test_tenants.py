@@ -28,20 +28,10 @@ def test_any_of_a_tenants_keys_names_it(header):
     assert TenantDirectory([ACME, OPS]).authenticate(come(header, peer="203.0.113.9")).tenant is ACME
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Basic key-a",
-        "key-a",
-        "Bearer key-c",
-        "Bearer Key-a",
-        f"Bearer {hash_key('key-a')}",
-    ],
-)
+WRONG = (None, "", "Bearer", "Bearer ", "Basic key-a", "key-a", "Bearer key-c", "Bearer Key-a")
+
+
+@pytest.mark.parametrize("header", [*WRONG, f"Bearer {hash_key('key-a')}"])
 def test_a_missing_or_unknown_key_is_refused(header):
     assert refusal(TenantDirectory([ACME]), come(header)) is Refusal.UNAUTHENTICATED
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from typing import Any
 
 import httpx
 import uvicorn
@@ -53,7 +54,7 @@ from holdfast.router.records.programs import ProgramTable
 from holdfast.router.records.response_cache import ResponseCache
 from holdfast.router.records.store import Records
 from holdfast.router.records.tool_latency import ToolLatencies
-from holdfast.router.tenants import Principal, Tenant, TenantDirectory
+from holdfast.router.tenants import Principal, Tenant, TenantDirectory, hash_key
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
@@ -225,6 +226,11 @@ class World:
             drain=self.drain,
         )
 
+    def client(self, peer: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
+        """A client for coroutines, without a network."""
+        transport = httpx.ASGITransport(self.app, client=(peer, 50000))
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)
+
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:
         """One request through the ASGI application, the answer read to its end."""
         return self.calls([(method, path, arguments)], peer)[0]
@@ -239,8 +245,7 @@ class World:
         """Requests one after the other, on one event loop."""
 
         async def run() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(self.app, client=(peer, 50000))
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            async with self.client(peer) as client:
                 answers = [await client.request(method, path, **arguments) for method, path, arguments in calls]
                 await self.cache.drain()
                 await self.latencies.close()
@@ -344,6 +349,22 @@ def chat_body(**changes: object) -> dict[str, object]:
     """A small valid chat body; a value of None takes the field out."""
     body = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], **changes}
     return {name: value for name, value in body.items() if value is not None}
+
+
+def keyed(*names: str, **options: Any) -> TenantDirectory:
+    """Tenants of these names. The key of each is its name."""
+    return TenantDirectory([Tenant(name, (hash_key(name),)) for name in names], **options)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def http_scope(path: str, method: str = "POST", headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, Any]:
+    """The scope of a request from this machine, for tests that write the messages of ASGI themselves."""
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
+    return scope | {"client": ("127.0.0.1", 50000), "server": ("127.0.0.1", 80), "state": {}}
 
 
 class FakeTurns(FakeBackend):

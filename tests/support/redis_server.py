@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import base64
 import itertools
 import shutil
 import subprocess
@@ -65,6 +66,13 @@ def shared_records(namespace=None, **settings):
     """Records in a namespace that nobody else has, or in that of `namespace`, other such records."""
     name = f"test-{next(_NAMESPACES)}" if namespace is None else namespace.namespace
     return TestRecords(RedisAddress(shared_server().url, namespace=name), PATIENT, 0.01, **settings)
+
+
+def key_file(folder, *keys):
+    """The path of a file with these keys of encryption, or with one."""
+    path = folder / "keys"
+    path.write_text("\n".join(base64.b64encode(key).decode() for key in keys or (b"k" * 32,)))
+    return str(path)
 
 
 def records_away():

@@ -23,6 +23,8 @@ from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pendi
 from holdfast.router.dispatch.replica_health import ReplicaHealth
 from holdfast.router.placement import Reason, Weights
 
+pytestmark = pytest.mark.anyio
+
 numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
@@ -94,40 +96,33 @@ def affinity(health: ReplicaHealth | None = None, **config: Any) -> AffinityRout
 
 
 async def first_choice(made: AffinityRouter, replicas: list[Any], request: PendingRequest) -> str:
-    made._replicas = {each.replica_id: each for each in replicas}
-    made.on_replicas_changed()
+    lists(made, replicas)
     ranking = await made.choose_replicas(replicas, request)
     return str(ranking[0][0].replica_id.unique_id)
 
 
-def test_a_routed_program_stays_when_others_come_and_moves_once_when_its_replica_goes() -> None:
-    async def live() -> None:
-        made = affinity()
-        a, b, c = replica("a"), replica("b"), replica("c")
-        home = await first_choice(made, [a, b], pending("t/p"))
-        made.on_request_routed(pending("t/p"), ReplicaID(home, DEPLOYMENT), None)
-        for _ in range(3):
-            assert await first_choice(made, [a, b, c], pending("t/p")) == home
-        left = [each for each in (a, b, c) if each.replica_id.unique_id != home]
-        moved = await first_choice(made, left, pending("t/p"))
-        made.on_request_routed(pending("t/p"), ReplicaID(moved, DEPLOYMENT), None)
-        assert await first_choice(made, [a, b, c], pending("t/p")) == moved
-
-    asyncio.run(live())
+async def test_a_routed_program_stays_when_others_come_and_moves_once_when_its_replica_goes() -> None:
+    made = affinity()
+    a, b, c = replica("a"), replica("b"), replica("c")
+    home = await first_choice(made, [a, b], pending("t/p"))
+    made.on_request_routed(pending("t/p"), ReplicaID(home, DEPLOYMENT), None)
+    for _ in range(3):
+        assert await first_choice(made, [a, b, c], pending("t/p")) == home
+    left = [each for each in (a, b, c) if each.replica_id.unique_id != home]
+    moved = await first_choice(made, left, pending("t/p"))
+    made.on_request_routed(pending("t/p"), ReplicaID(moved, DEPLOYMENT), None)
+    assert await first_choice(made, [a, b, c], pending("t/p")) == moved
 
 
-def test_the_clusters_record_is_taken_out_of_the_call_and_counts_more_than_what_one_router_remembers() -> None:
-    async def live() -> None:
-        made = affinity()
-        replicas = [replica(name) for name in "abcdef"]
-        made.on_request_routed(pending("t/p"), ReplicaID("a", DEPLOYMENT), None)
-        request = pending("t/p", **{HINT: RoutingHint("b")})  # it was moved by another router
-        assert await first_choice(made, replicas, request) == "b"
-        assert request.kwargs == {}
-        assert await first_choice(made, replicas, request) == "b", "ranked again, while it waits"
-        assert await first_choice(made, replicas, pending("t/p", **{HINT: RoutingHint("gone")})) == "b"
-
-    asyncio.run(live())
+async def test_the_clusters_record_is_taken_out_of_the_call_and_counts_more_than_what_one_router_remembers() -> None:
+    made = affinity()
+    replicas = [replica(name) for name in "abcdef"]
+    made.on_request_routed(pending("t/p"), ReplicaID("a", DEPLOYMENT), None)
+    request = pending("t/p", **{HINT: RoutingHint("b")})  # it was moved by another router
+    assert await first_choice(made, replicas, request) == "b"
+    assert request.kwargs == {}
+    assert await first_choice(made, replicas, request) == "b", "ranked again, while it waits"
+    assert await first_choice(made, replicas, pending("t/p", **{HINT: RoutingHint("gone")})) == "b"
 
 
 def bound(program: str, home: str) -> PendingRequest:
@@ -137,41 +132,37 @@ def bound(program: str, home: str) -> PendingRequest:
     return request
 
 
-def test_a_bound_turn_waits_for_its_home_however_much_room_there_is_elsewhere() -> None:
-    async def live() -> None:
-        made, _ = waiting_for("a", "b", patience_s=0.0)
-        one = bound("t/one", "a")
-        first = await made.choose(one)
-        second = asyncio.create_task(made.choose(bound("t/two", "a")))
-        await turns()
-        assert not second.done()
-        made.on_request_completed(first.replica_id, one.metadata.internal_request_id)
-        assert (await second).replica_id.unique_id == "a"
-
-    asyncio.run(live())
+async def test_a_bound_turn_waits_for_its_home_however_much_room_there_is_elsewhere() -> None:
+    made, _ = waiting_for("a", "b", patience_s=0.0)
+    one = bound("t/one", "a")
+    first = await made.choose(one)
+    second = asyncio.create_task(made.choose(bound("t/two", "a")))
+    await turns()
+    assert not second.done()
+    made.on_request_completed(first.replica_id, one.metadata.internal_request_id)
+    assert (await second).replica_id.unique_id == "a"
 
 
-def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("holdfast.router.dispatch.affinity.KNOWN_S", 0.01)
-
-    async def live() -> None:
-        made, (_, b) = waiting_for("a", "b")
-        with pytest.raises(SessionLostError, match="gone"):
-            await made.choose(bound("t/p", "gone"))
-        # It waits when its home goes: another replica's slot is no use.
-        await made.choose(bound("t/one", "a"))
-        waits = asyncio.create_task(made.choose(bound("t/two", "a")))
-        await turns()
-        made._replicas = {b.replica_id: b}
-        made.on_replicas_changed()
-        with pytest.raises(SessionLostError):
-            await waits
-        assert made._queue.take("b", "another")  # it holds no slot there
-
-    asyncio.run(live())
+    made, (_, b) = waiting_for("a", "b")
+    with pytest.raises(SessionLostError, match="gone"):
+        await made.choose(bound("t/p", "gone"))
+    # It waits when its home goes: another replica's slot is no use.
+    await made.choose(bound("t/one", "a"))
+    waits = asyncio.create_task(made.choose(bound("t/two", "a")))
+    await turns()
+    lists(made, [b])
+    with pytest.raises(SessionLostError):
+        await waits
+    assert made._queue.take("b", "another")  # it holds no slot there
 
 
-def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("holdfast.router.dispatch.affinity.KNOWN_S", 0.01)
 
     def asks(method: str) -> PendingRequest:
@@ -179,101 +170,79 @@ def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(monkey
         call.metadata.call_method = method
         return call
 
-    async def live() -> None:
-        made, (a, b) = waiting_for("a", "b", no_replica_s=0.01)
-        lists(made, [b])
-        for _ in range(2):
-            assert (await made.choose(asks("drawn"))).replica_id is a.replica_id
-            with pytest.raises(SessionLostError):
-                await made.choose(asks("session"))
-            with pytest.raises(SessionLostError):  # it has stopped meanwhile, and refuses the call
-                await made.choose(asks("drawn"), is_retry=True)
-        lists(made, [])
+    made, (a, b) = waiting_for("a", "b", no_replica_s=0.01)
+    lists(made, [b])
+    for _ in range(2):
         assert (await made.choose(asks("drawn"))).replica_id is a.replica_id
-        with monkeypatch.context() as patched:
-            patched.setattr(RequestRouter, "on_replica_actor_died", lambda *_: None)
-            made.on_replica_actor_died(a.replica_id)
-        with pytest.raises(UnavailableError):
-            await made.choose(asks("drawn"))
-
-    asyncio.run(live())
-
-
-def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -> None:
-    async def live() -> None:
-        made, (a,) = waiting_for("a")
-        waits = asyncio.create_task(made.choose(bound("t/p", "new")))
-        await turns()
-        new = replica("new")
-        made._replicas = {each.replica_id: each for each in (a, new)}
-        made.on_replicas_changed()
-        assert (await waits).replica_id.unique_id == "new"
-
-    asyncio.run(live())
+        with pytest.raises(SessionLostError):
+            await made.choose(asks("session"))
+        with pytest.raises(SessionLostError):  # it has stopped meanwhile, and refuses the call
+            await made.choose(asks("drawn"), is_retry=True)
+    lists(made, [])
+    assert (await made.choose(asks("drawn"))).replica_id is a.replica_id
+    with monkeypatch.context() as patched:
+        patched.setattr(RequestRouter, "on_replica_actor_died", lambda *_: None)
+        made.on_replica_actor_died(a.replica_id)
+    with pytest.raises(UnavailableError):
+        await made.choose(asks("drawn"))
 
 
-def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> None:
-    async def live() -> None:
-        made = affinity()
-        replicas = [replica(name) for name in "abcdef"]
-        for home in "abcdef":
-            known = RoutingHint(parent=home, prefixes=("d",), tokens=2000, prefix_tokens=2000)
-            child = pending(f"t/child of {home}", **{HINT: known})
-            assert await first_choice(made, replicas, child) == home
-            assert await first_choice(made, replicas, child) == home, "asked again, while it waits"
-            own = pending("t/a", **{HINT: RoutingHint("a", parent=home)})
-            assert await first_choice(made, replicas, own) == "a"
-
-    asyncio.run(live())
+async def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -> None:
+    made, (a,) = waiting_for("a")
+    waits = asyncio.create_task(made.choose(bound("t/p", "new")))
+    await turns()
+    lists(made, [a, replica("new")])
+    assert (await waits).replica_id.unique_id == "new"
 
 
-def test_a_branch_goes_where_the_conversation_that_it_leaves_was_sent() -> None:
-    async def live() -> None:
-        made = affinity()
-        replicas = [replica(name) for name in "abcdefgh"]
-        asked = turn("t/first", 1.0)
-        asked.kwargs[HINT] = RoutingHint("f", tokens=3000, histories=(("one", 3000),))
-        assert await first_choice(made, replicas, asked) == "f"
-        made.on_request_routed(asked, ReplicaID("f", DEPLOYMENT), None)
-        branch = RoutingHint(tokens=3500, histories=(("other", 3500), ("one", 3000)))
-        assert await first_choice(made, replicas, pending("t/branch", **{HINT: branch})) == "f"
-
-    asyncio.run(live())
+async def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> None:
+    made = affinity()
+    replicas = [replica(name) for name in "abcdef"]
+    for home in "abcdef":
+        known = RoutingHint(parent=home, prefixes=("d",), tokens=2000, prefix_tokens=2000)
+        child = pending(f"t/child of {home}", **{HINT: known})
+        assert await first_choice(made, replicas, child) == home
+        assert await first_choice(made, replicas, child) == home, "asked again, while it waits"
+        own = pending("t/a", **{HINT: RoutingHint("a", parent=home)})
+        assert await first_choice(made, replicas, own) == "a"
 
 
-def test_routers_without_redis_agree_on_the_place_of_a_program() -> None:
-    async def live() -> None:
-        replicas = [replica(name) for name in "abcdefgh"]
-        for i in range(20):
-            alone = {HINT: RoutingHint(tokens=100, shared=False)}
-            first, second = [
-                await first_choice(affinity(), replicas, pending(f"t/{i}", **dict(alone))) for _ in range(2)
-            ]
-            assert first == second
-
-    asyncio.run(live())
+async def test_a_branch_goes_where_the_conversation_that_it_leaves_was_sent() -> None:
+    made = affinity()
+    replicas = [replica(name) for name in "abcdefgh"]
+    asked = turn("t/first", 1.0)
+    asked.kwargs[HINT] = RoutingHint("f", tokens=3000, histories=(("one", 3000),))
+    assert await first_choice(made, replicas, asked) == "f"
+    made.on_request_routed(asked, ReplicaID("f", DEPLOYMENT), None)
+    branch = RoutingHint(tokens=3500, histories=(("other", 3500), ("one", 3000)))
+    assert await first_choice(made, replicas, pending("t/branch", **{HINT: branch})) == "f"
 
 
-def test_a_silent_replica_gets_no_turns_until_it_reports_again() -> None:
-    async def live() -> None:
-        now = [0.0]
-        health = ReplicaHealth(lambda: now[0])
-        made = affinity(health)
-        a, b = replica("a"), replica("b")
-        assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "a"
-        for each in "ab":
-            health.report(each, LoadReport())
-        now[0] = 10.0
-        health.report("b", LoadReport())
-        health.check(silent_s=6.0, open_s=3.0)
-        assert set(made._available) == {"a", "b"}, "the channel was not open for long enough to know"
-        health.check(silent_s=6.0, open_s=10.0)
-        assert set(made._available) == {"b"}
-        assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "b"
-        health.report("a", LoadReport())
-        assert set(made._available) == {"a", "b"}
+async def test_routers_without_redis_agree_on_the_place_of_a_program() -> None:
+    replicas = [replica(name) for name in "abcdefgh"]
+    for i in range(20):
+        alone = {HINT: RoutingHint(tokens=100, shared=False)}
+        first, second = [await first_choice(affinity(), replicas, pending(f"t/{i}", **dict(alone))) for _ in range(2)]
+        assert first == second
 
-    asyncio.run(live())
+
+async def test_a_silent_replica_gets_no_turns_until_it_reports_again() -> None:
+    now = [0.0]
+    health = ReplicaHealth(lambda: now[0])
+    made = affinity(health)
+    a, b = replica("a"), replica("b")
+    assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "a"
+    for each in "ab":
+        health.report(each, LoadReport())
+    now[0] = 10.0
+    health.report("b", LoadReport())
+    health.check(silent_s=6.0, open_s=3.0)
+    assert set(made._available) == {"a", "b"}, "the channel was not open for long enough to know"
+    health.check(silent_s=6.0, open_s=10.0)
+    assert set(made._available) == {"b"}
+    assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "b"
+    health.report("a", LoadReport())
+    assert set(made._available) == {"a", "b"}
 
 
 @settings(max_examples=30)
@@ -318,294 +287,249 @@ def changed(request: PendingRequest, **changes: Any) -> PendingRequest:
 
 
 @pytest.mark.parametrize(("heard", "order"), [(0.0, "bibibibi"), (30.0, "biiiibbb")])
-def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: float, order: str) -> None:
+async def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: float, order: str) -> None:
     """From its next turn on. Each turn takes a second here."""
-
-    async def live() -> None:
-        health, now, served = ReplicaHealth(), [0.0], list[str]()
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-            made, (a,) = waiting_for("a", health=health, fair=True)
-            holder = changed(turn("first", 0.0), scope="other")
-            await made.choose(holder)
-
-            async def ask(request: PendingRequest) -> None:
-                await made.choose(request)
-                served.append(request.args[0].scope)
-                now[0] += 1.0
-                await asyncio.sleep(0)
-                made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
-
-            asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
-            waiting = [asyncio.create_task(ask(each)) for each in asked]
-            await turns()
-            RoutersShares(health).learn({"interactive/b": heard})
-            made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
-            await asyncio.gather(*waiting)
-        assert "".join(served) == order
-
-    asyncio.run(live())
-
-
-def test_in_line_a_program_with_many_forks_has_one_turn() -> None:
-    """Though it began long before the others of its tenant."""
-
-    async def live() -> None:
-        made, (a,) = waiting_for("a", fair=True)
-        holder = turn("t/first", 0.0)
+    health, now, served = ReplicaHealth(), [0.0], list[str]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+        made, (a,) = waiting_for("a", health=health, fair=True)
+        holder = changed(turn("first", 0.0), scope="other")
         await made.choose(holder)
-        forks = [changed(turn(f"t/fork{i}", 1.0), root="t/parent") for i in range(6)]
-        others = [turn(f"t/other{i}", 9.0 + i) for i in range(3)]
-        served: list[str] = []
 
         async def ask(request: PendingRequest) -> None:
             await made.choose(request)
-            served.append(request.metadata.session_id)
+            served.append(request.args[0].scope)
+            now[0] += 1.0
             await asyncio.sleep(0)
             made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
 
-        asked = [asyncio.create_task(ask(each)) for each in (*forks, *others)]
+        asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
+        waiting = [asyncio.create_task(ask(each)) for each in asked]
         await turns()
+        RoutersShares(health).learn({"interactive/b": heard})
         made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
-        await asyncio.gather(*asked)
-        assert served[:4] == ["t/fork0", "t/other0", "t/other1", "t/other2"]
+        await asyncio.gather(*waiting)
+    assert "".join(served) == order
 
-    asyncio.run(live())
+
+async def test_in_line_a_program_with_many_forks_has_one_turn() -> None:
+    """Though it began long before the others of its tenant."""
+    made, (a,) = waiting_for("a", fair=True)
+    holder = turn("t/first", 0.0)
+    await made.choose(holder)
+    forks = [changed(turn(f"t/fork{i}", 1.0), root="t/parent") for i in range(6)]
+    others = [turn(f"t/other{i}", 9.0 + i) for i in range(3)]
+    served: list[str] = []
+
+    async def ask(request: PendingRequest) -> None:
+        await made.choose(request)
+        served.append(request.metadata.session_id)
+        await asyncio.sleep(0)
+        made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+
+    asked = [asyncio.create_task(ask(each)) for each in (*forks, *others)]
+    await turns()
+    made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+    await asyncio.gather(*asked)
+    assert served[:4] == ["t/fork0", "t/other0", "t/other1", "t/other2"]
 
 
 def within(request: PendingRequest, seconds: float, turns_before: int = 0) -> PendingRequest:
     return changed(request, within_s=seconds, program_turns=turns_before)
 
 
-def test_a_request_waits_in_line_no_longer_than_its_client() -> None:
-    async def live() -> None:
-        made, _ = waiting_for("a")
-        await made.choose(turn("first", 1.0))
-        began = time.monotonic()
-        with pytest.raises(DeadlineError, match="deadline passed"):
-            await made.choose(within(turn("second", 2.0), 0.05))
-        assert 0.05 <= time.monotonic() - began < 5.0
-        with pytest.raises(DeadlineError):
-            await made.choose(within(turn("third", 2.0, waited_s=1.0), 0.5))
-
-    asyncio.run(live())
+async def test_a_request_waits_in_line_no_longer_than_its_client() -> None:
+    made, _ = waiting_for("a")
+    await made.choose(turn("first", 1.0))
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="deadline passed"):
+        await made.choose(within(turn("second", 2.0), 0.05))
+    assert 0.05 <= time.monotonic() - began < 5.0
+    with pytest.raises(DeadlineError):
+        await made.choose(within(turn("third", 2.0, waited_s=1.0), 0.5))
 
 
-def test_a_new_program_that_would_wait_too_long_is_refused_at_once() -> None:
-    async def live() -> None:
-        made, _ = waiting_for("a")
-        first = turn("first", 1.0)
-        await made.choose(first)
-        waits = asyncio.create_task(made.choose(turn("second", 2.0)))
-        await turns()
-        for _ in range(10):
-            made._queue._gap.add(3.0)
-        with pytest.raises(DeadlineError) as refused:
-            await made.choose(within(turn("third", 3.0), 2.0))
-        assert refused.value.retry_after_s == pytest.approx(4.0, abs=0.5)
-        goes_on = asyncio.create_task(made.choose(within(turn("old", 0.5), 2.0, turns_before=3)))
-        await turns()
-        assert not goes_on.done(), "its place is before theirs"
-        for task in (waits, goes_on):
-            task.cancel()
-
-    asyncio.run(live())
+async def test_a_new_program_that_would_wait_too_long_is_refused_at_once() -> None:
+    made, _ = waiting_for("a")
+    first = turn("first", 1.0)
+    await made.choose(first)
+    waits = asyncio.create_task(made.choose(turn("second", 2.0)))
+    await turns()
+    for _ in range(10):
+        made._queue._gap.add(3.0)
+    with pytest.raises(DeadlineError) as refused:
+        await made.choose(within(turn("third", 3.0), 2.0))
+    assert refused.value.retry_after_s == pytest.approx(4.0, abs=0.5)
+    goes_on = asyncio.create_task(made.choose(within(turn("old", 0.5), 2.0, turns_before=3)))
+    await turns()
+    assert not goes_on.done(), "its place is before theirs"
+    for task in (waits, goes_on):
+        task.cancel()
 
 
-def test_a_request_is_sent_with_its_replica_and_what_is_left_of_its_time() -> None:
-    async def live() -> None:
-        health = ReplicaHealth()
-        made, replicas = waiting_for("a", health=health)
-        sent: list[PendingRequest] = []
+async def test_a_request_is_sent_with_its_replica_and_what_is_left_of_its_time() -> None:
+    health = ReplicaHealth()
+    made, replicas = waiting_for("a", health=health)
+    sent: list[PendingRequest] = []
 
-        def send(request: PendingRequest, with_rejection: bool) -> Any:
-            sent.append(request)
-            return SimpleNamespace()
+    def send(request: PendingRequest, with_rejection: bool) -> Any:
+        sent.append(request)
+        return SimpleNamespace()
 
-        replicas[0].try_send_request, replicas[0].actor_id = send, None
-        request = within(turn("p", 1.0, waited_s=2.0), 10.0)
-        (await made.choose(request)).try_send_request(request, False)
-        assert sent[0].args[0].within_s == pytest.approx(8.0, abs=0.5)
-        assert sent[0].args[0].replica == "a"
-        request_id = sent[0].args[0].request_id
-        assert health.replica_of(request_id) == "a", "it is asked what it did for the request"
-        health.on_end(request_id)
-        assert health.replica_of(request_id) == "a"
-
-    asyncio.run(live())
+    replicas[0].try_send_request, replicas[0].actor_id = send, None
+    request = within(turn("p", 1.0, waited_s=2.0), 10.0)
+    (await made.choose(request)).try_send_request(request, False)
+    assert sent[0].args[0].within_s == pytest.approx(8.0, abs=0.5)
+    assert sent[0].args[0].replica == "a"
+    request_id = sent[0].args[0].request_id
+    assert health.replica_of(request_id) == "a", "it is asked what it did for the request"
+    health.on_end(request_id)
+    assert health.replica_of(request_id) == "a"
 
 
-def test_why_turns_went_where_they_went_is_counted() -> None:
-    async def live() -> None:
-        made, (a, b) = waiting_for("a", "b", patience_s=2.0)
-        made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-        assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-        assert (await made.choose(turn("t/p", 1.0, waited_s=3.0))).replica_id is b.replica_id
-        assert made.stats.placed == {Reason.HOME: 1, Reason.WAITED: 1}
-        made.on_replica_actor_died(a.replica_id)
-
-    asyncio.run(live())
+async def test_why_turns_went_where_they_went_is_counted() -> None:
+    made, (a, b) = waiting_for("a", "b", patience_s=2.0)
+    made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+    assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
+    assert (await made.choose(turn("t/p", 1.0, waited_s=3.0))).replica_id is b.replica_id
+    assert made.stats.placed == {Reason.HOME: 1, Reason.WAITED: 1}
+    made.on_replica_actor_died(a.replica_id)
 
 
-class TestWaiting:
-    """`choose`, on a deployment whose replicas take one request each."""
-
-    def test_a_rejected_request_comes_before_younger_programs(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a")
-            old, young = turn("t/old", 1.0), turn("t/young", 2.0)
-            assert (await made.choose(old)).replica_id is a.replica_id
-            younger = asyncio.create_task(made.choose(young))
-            await turns()
-            made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
-            again = asyncio.create_task(made.choose(old, is_retry=True))
-            await turns()
-            made.on_request_completed(a.replica_id, old.metadata.internal_request_id)  # of the rejected try
-            assert (await again).replica_id is a.replica_id
-            assert not younger.done()
-            made.on_request_completed(a.replica_id, old.metadata.internal_request_id)
-            assert (await younger).replica_id is a.replica_id
-
-        asyncio.run(live())
-
-    def test_programs_go_on_elsewhere_when_their_replica_dies(self) -> None:
-        async def live() -> None:
-            made, (a, b) = waiting_for("a", "b")
-            made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-            assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-            waiting = asyncio.create_task(made.choose(turn("t/p", 1.0)))
-            await turns()
-            assert not waiting.done()
-            made.on_replica_actor_died(a.replica_id)
-            assert (await waiting).replica_id is b.replica_id
-
-        asyncio.run(live())
-
-    def test_too_many_and_too_long_are_refused(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a", max_waiting=1)
-            first = turn("t/p", 1.0)
-            assert (await made.choose(first)).replica_id is a.replica_id
-            with pytest.raises(OverloadedError):
-                await made.choose(turn("t/late", 1.0, waited_s=1e6))
-            waiting = asyncio.create_task(made.choose(turn("t/q", 1.0)))
-            await turns()
-            with pytest.raises(OverloadedError):
-                await made.choose(turn("t/r", 1.0))
-            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert (await waiting).replica_id is a.replica_id
-
-        asyncio.run(live())
-
-    def test_a_clock_that_is_set_refuses_nobody(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a")
-            first = turn("t/p", 1.0)
-            assert (await made.choose(first)).replica_id is a.replica_id
-            steps = [turn("t/q", 1.0), turn("t/r", 1.0)]
-            for request, step in zip(steps, (-1e6, 1e6), strict=True):
-                request.created_at += step
-            one, two = [asyncio.create_task(made.choose(request)) for request in steps]
-            await turns()
-            assert len(made._queue) == 2
-            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert (await one).replica_id is a.replica_id
-            made.on_request_completed(a.replica_id, steps[0].metadata.internal_request_id)
-            assert (await two).replica_id is a.replica_id
-
-        asyncio.run(live())
-
-    def test_a_refused_request_has_waited_since_it_first_came(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a", queue_timeout_s=30.0)
-            request = turn("t/p", 1.0)
-            assert (await made.choose(request)).replica_id is a.replica_id
-            made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
-            Pending.of(request).arrived -= 40.0
-            with pytest.raises(OverloadedError):
-                await made.choose(request, is_retry=True)
-
-        asyncio.run(live())
-
-    def test_who_waits_when_the_last_replica_dies_is_told_that_there_is_none(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a", no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
-            made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-            assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-            requests = [turn("t/p", 1.0), turn("t/q", 1.0)]  # one waits for its own replica, one for any
-            waiting = [asyncio.create_task(made.choose(request)) for request in requests]
-            await turns()
-            assert len(made._queue) == 2
-            made.on_replica_actor_died(a.replica_id)
-            for each in await asyncio.gather(*waiting, return_exceptions=True):
-                assert isinstance(each, UnavailableError)
-
-        asyncio.run(live())
-
-    def test_calls_that_are_no_turns_go_first_and_broadcasts_take_no_slot(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a")
-            first = turn("t/p", 1.0)
-            assert (await made.choose(first)).replica_id is a.replica_id
-            other = asyncio.create_task(made.choose(turn("t/q", 1.0)))
-            card = asyncio.create_task(made.choose(pending("")))
-            await turns()
-            made.on_request_completed(a.replica_id, "a broadcast")
-            await turns()
-            assert not card.done()
-            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert (await card).replica_id is a.replica_id
-            assert not other.done()
-            other.cancel()
-
-        asyncio.run(live())
+# ---- `choose`, where each replica takes one request ----
 
 
-def test_what_replicas_say_that_they_have_decides_for_new_programs() -> None:
-    async def live() -> None:
-        made = affinity()
-        a, b = replica("a"), replica("b")
-        await first_choice(made, [a, b], pending(""))
-        accepted = []
-        for each, says in ((a, 3), (b, 2)):  # those of other routers among them
-            made.on_request_routed(turn(f"t/{each.replica_id.unique_id}", 1.0), each.replica_id, None)
-            request = turn(f"t/{each.replica_id.unique_id}", 1.0)
-            assert (await made.choose(request)).replica_id == each.replica_id
-            made.on_new_queue_len_info(each.replica_id, says)
-            made.on_request_routed(request, each.replica_id, None)
-            accepted.append(request)
-        assert await first_choice(made, [a, b], pending("")) == "b"
-        made.on_request_completed(a.replica_id, accepted[0].metadata.internal_request_id)
-        made.on_request_completed(b.replica_id, accepted[1].metadata.internal_request_id)
-        assert await first_choice(made, [a, b], pending("")) == "b"
-
-    asyncio.run(live())
+async def test_a_rejected_request_comes_before_younger_programs() -> None:
+    made, (a,) = waiting_for("a")
+    old, young = turn("t/old", 1.0), turn("t/young", 2.0)
+    assert (await made.choose(old)).replica_id is a.replica_id
+    younger = asyncio.create_task(made.choose(young))
+    await turns()
+    made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
+    again = asyncio.create_task(made.choose(old, is_retry=True))
+    await turns()
+    made.on_request_completed(a.replica_id, old.metadata.internal_request_id)  # of the rejected try
+    assert (await again).replica_id is a.replica_id
+    assert not younger.done()
+    made.on_request_completed(a.replica_id, old.metadata.internal_request_id)
+    assert (await younger).replica_id is a.replica_id
 
 
-def test_what_a_replica_said_when_a_request_came_that_is_over_says_nothing_of_now() -> None:
+async def test_programs_go_on_elsewhere_when_their_replica_dies() -> None:
+    made, (a, b) = waiting_for("a", "b")
+    made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+    assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
+    waiting = asyncio.create_task(made.choose(turn("t/p", 1.0)))
+    await turns()
+    assert not waiting.done()
+    made.on_replica_actor_died(a.replica_id)
+    assert (await waiting).replica_id is b.replica_id
+
+
+async def test_too_many_and_too_long_are_refused() -> None:
+    made, (a,) = waiting_for("a", max_waiting=1)
+    first = turn("t/p", 1.0)
+    assert (await made.choose(first)).replica_id is a.replica_id
+    with pytest.raises(OverloadedError):
+        await made.choose(turn("t/late", 1.0, waited_s=1e6))
+    waiting = asyncio.create_task(made.choose(turn("t/q", 1.0)))
+    await turns()
+    with pytest.raises(OverloadedError):
+        await made.choose(turn("t/r", 1.0))
+    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    assert (await waiting).replica_id is a.replica_id
+
+
+async def test_a_clock_that_is_set_refuses_nobody() -> None:
+    made, (a,) = waiting_for("a")
+    first = turn("t/p", 1.0)
+    assert (await made.choose(first)).replica_id is a.replica_id
+    steps = [turn("t/q", 1.0), turn("t/r", 1.0)]
+    for request, step in zip(steps, (-1e6, 1e6), strict=True):
+        request.created_at += step
+    one, two = [asyncio.create_task(made.choose(request)) for request in steps]
+    await turns()
+    assert len(made._queue) == 2
+    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    assert (await one).replica_id is a.replica_id
+    made.on_request_completed(a.replica_id, steps[0].metadata.internal_request_id)
+    assert (await two).replica_id is a.replica_id
+
+
+async def test_a_refused_request_has_waited_since_it_first_came() -> None:
+    made, (a,) = waiting_for("a", queue_timeout_s=30.0)
+    request = turn("t/p", 1.0)
+    assert (await made.choose(request)).replica_id is a.replica_id
+    made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
+    Pending.of(request).arrived -= 40.0
+    with pytest.raises(OverloadedError):
+        await made.choose(request, is_retry=True)
+
+
+async def test_who_waits_when_the_last_replica_dies_is_told_that_there_is_none() -> None:
+    made, (a,) = waiting_for("a", no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
+    made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+    assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
+    requests = [turn("t/p", 1.0), turn("t/q", 1.0)]  # one waits for its own replica, one for any
+    waiting = [asyncio.create_task(made.choose(request)) for request in requests]
+    await turns()
+    assert len(made._queue) == 2
+    made.on_replica_actor_died(a.replica_id)
+    for each in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(each, UnavailableError)
+
+
+async def test_calls_that_are_no_turns_go_first_and_broadcasts_take_no_slot() -> None:
+    made, (a,) = waiting_for("a")
+    first = turn("t/p", 1.0)
+    assert (await made.choose(first)).replica_id is a.replica_id
+    other = asyncio.create_task(made.choose(turn("t/q", 1.0)))
+    card = asyncio.create_task(made.choose(pending("")))
+    await turns()
+    made.on_request_completed(a.replica_id, "a broadcast")
+    await turns()
+    assert not card.done()
+    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    assert (await card).replica_id is a.replica_id
+    assert not other.done()
+    other.cancel()
+
+
+async def test_what_replicas_say_that_they_have_decides_for_new_programs() -> None:
+    made = affinity()
+    a, b = replica("a"), replica("b")
+    await first_choice(made, [a, b], pending(""))
+    accepted = []
+    for each, says in ((a, 3), (b, 2)):  # those of other routers among them
+        made.on_request_routed(turn(f"t/{each.replica_id.unique_id}", 1.0), each.replica_id, None)
+        request = turn(f"t/{each.replica_id.unique_id}", 1.0)
+        assert (await made.choose(request)).replica_id == each.replica_id
+        made.on_new_queue_len_info(each.replica_id, says)
+        made.on_request_routed(request, each.replica_id, None)
+        accepted.append(request)
+    assert await first_choice(made, [a, b], pending("")) == "b"
+    made.on_request_completed(a.replica_id, accepted[0].metadata.internal_request_id)
+    made.on_request_completed(b.replica_id, accepted[1].metadata.internal_request_id)
+    assert await first_choice(made, [a, b], pending("")) == "b"
+
+
+async def test_what_a_replica_said_when_a_request_came_that_is_over_says_nothing_of_now() -> None:
     """Serve hands it on with the answer, where that does not stream: a replica long idle looked as busy as it was."""
-
-    async def live() -> None:
-        made = affinity()
-        a, b = replica("a"), replica("b")
-        await first_choice(made, [a, b], pending(""))
-        request = turn("t/p", 1.0)
-        home = (await made.choose(request)).replica_id
-        made.on_request_completed(home, request.metadata.internal_request_id)
-        made.on_new_queue_len_info(home, 4)
-        made.on_request_routed(request, home, None)
-        assert made._placement.balance == 1.0  # nothing is in hand anywhere
-
-    asyncio.run(live())
+    made = affinity()
+    a, b = replica("a"), replica("b")
+    await first_choice(made, [a, b], pending(""))
+    request = turn("t/p", 1.0)
+    home = (await made.choose(request)).replica_id
+    made.on_request_completed(home, request.metadata.internal_request_id)
+    made.on_new_queue_len_info(home, 4)
+    made.on_request_routed(request, home, None)
+    assert made._placement.balance == 1.0  # nothing is in hand anywhere
 
 
-def test_without_replicas_a_request_waits_no_longer_than_configured() -> None:
-    async def live() -> None:
-        made = affinity(no_replica_s=0.0)
-        with pytest.raises(UnavailableError):
-            await made.choose(pending("t/p"))
-
-    asyncio.run(live())
+async def test_without_replicas_a_request_waits_no_longer_than_configured() -> None:
+    made = affinity(no_replica_s=0.0)
+    with pytest.raises(UnavailableError):
+        await made.choose(pending("t/p"))
 
 
 def test_homes_forget_the_program_routed_longest_ago() -> None:
@@ -617,51 +541,41 @@ def test_homes_forget_the_program_routed_longest_ago() -> None:
     assert [homes.get(program) for program in "abc"] == ["2", None, "1"]
 
 
-def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
-    async def main() -> None:
-        made, (one, _two) = waiting_for("one", "two", patience_s=0.0)
-        assert (made.stats.replicas, made.stats.joined) == (2, 2)
-        taken = [await made.choose(turn("a", 1.0)) for _ in range(2)]
-        task = asyncio.create_task(made.choose(turn("b", 2.0)))
-        await turns()
-        assert made.stats.waiting == 1
-        lists(made, [one])
-        assert (made.stats.replicas, made.stats.lost) == (1, 1)
-        task.cancel()
-        await turns()
-        assert made.stats.waiting == 0
-        assert made._health.queue_stats.replicas == 1
-        assert len(taken) == 2
-
-    asyncio.run(main())
+async def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
+    made, (one, _two) = waiting_for("one", "two", patience_s=0.0)
+    assert (made.stats.replicas, made.stats.joined) == (2, 2)
+    taken = [await made.choose(turn("a", 1.0)) for _ in range(2)]
+    task = asyncio.create_task(made.choose(turn("b", 2.0)))
+    await turns()
+    assert made.stats.waiting == 1
+    lists(made, [one])
+    assert (made.stats.replicas, made.stats.lost) == (1, 1)
+    task.cancel()
+    await turns()
+    assert made.stats.waiting == 0
+    assert made._health.queue_stats.replicas == 1
+    assert len(taken) == 2
 
 
-def test_one_death_counts_once() -> None:
+async def test_one_death_counts_once() -> None:
     """However often calls meet it, and though Serve lists the dead replica until it has noticed."""
-
-    async def main() -> None:
-        made, (one, two) = waiting_for("one", "two")
-        made.on_replica_actor_died(two.replica_id)
-        lists(made, [one, two])
-        made.on_replica_actor_died(two.replica_id)
-        lists(made, [one])
-        lists(made, [one, replica("three")])
-        assert (made.stats.joined, made.stats.lost) == (3, 1)
-
-    asyncio.run(main())
+    made, (one, two) = waiting_for("one", "two")
+    made.on_replica_actor_died(two.replica_id)
+    lists(made, [one, two])
+    made.on_replica_actor_died(two.replica_id)
+    lists(made, [one])
+    lists(made, [one, replica("three")])
+    assert (made.stats.joined, made.stats.lost) == (3, 1)
 
 
-def test_a_replica_that_is_silent_for_a_while_is_not_lost() -> None:
-    async def main() -> None:
-        health = ReplicaHealth(lambda: 0.0)
-        made, _ = waiting_for("one", "two", health=health)
-        health.eject("one", 60.0)
-        assert made.stats.replicas == 1
-        health.keep({"two"})
-        made.on_replicas_changed()
-        assert (made.stats.replicas, made.stats.joined, made.stats.lost) == (2, 2, 0)
-
-    asyncio.run(main())
+async def test_a_replica_that_is_silent_for_a_while_is_not_lost() -> None:
+    health = ReplicaHealth(lambda: 0.0)
+    made, _ = waiting_for("one", "two", health=health)
+    health.eject("one", 60.0)
+    assert made.stats.replicas == 1
+    health.keep({"two"})
+    made.on_replicas_changed()
+    assert (made.stats.replicas, made.stats.joined, made.stats.lost) == (2, 2, 0)
 
 
 # ---- calls that are no turns, at replicas that take four calls at once and keep some of those for them ----
@@ -677,8 +591,7 @@ def control_call() -> PendingRequest:
 
 def with_control_calls(control_calls: int) -> AffinityRouter:
     made = affinity(control_calls=control_calls)
-    made._replicas = {A: replica("a")}
-    made.on_replicas_changed()
+    lists(made, [replica("a")])
     return made
 
 
@@ -692,49 +605,39 @@ def accept(made: AffinityRouter, request: PendingRequest, ongoing: int) -> None:
     made.on_request_routed(request, A, None)
 
 
-def test_a_full_replica_has_room_for_calls_that_are_no_turns() -> None:
-    async def live() -> None:
-        made = with_control_calls(3)
-        await choose(made, turn("t/p", 1.0))  # of the four one is for turns
-        second = choose(made, turn("t/p", 1.0))
-        for _ in range(5):
-            await choose(made, control_call())
-        refused = choose(made, control_call(), is_retry=True)
-        await turns()
-        assert not second.done()
-        assert not refused.done(), "the replica has said that it takes no more"
-        for task in (second, refused):
-            task.cancel()
-
-    asyncio.run(live())
+async def test_a_full_replica_has_room_for_calls_that_are_no_turns() -> None:
+    made = with_control_calls(3)
+    await choose(made, turn("t/p", 1.0))  # of the four one is for turns
+    second = choose(made, turn("t/p", 1.0))
+    for _ in range(5):
+        await choose(made, control_call())
+    refused = choose(made, control_call(), is_retry=True)
+    await turns()
+    assert not second.done()
+    assert not refused.done(), "the replica has said that it takes no more"
+    for task in (second, refused):
+        task.cancel()
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_call_that_is_no_turn_closes_no_replica_with_room(ended: bool) -> None:
+async def test_a_call_that_is_no_turn_closes_no_replica_with_room(ended: bool) -> None:
     """Of two turns one runs. What a replica says on a call that does not stream is told after that has ended."""
-
-    async def live() -> None:
-        made, card = with_control_calls(2), control_call()
-        await choose(made, turn("t/p", 1.0))
-        await choose(made, card)
-        if ended:
-            made.on_request_completed(A, card.metadata.internal_request_id)
-        accept(made, card, ongoing=2)
-        second = choose(made, turn("t/p", 1.0))
-        await turns()
-        assert second.done()
-
-    asyncio.run(live())
+    made, card = with_control_calls(2), control_call()
+    await choose(made, turn("t/p", 1.0))
+    await choose(made, card)
+    if ended:
+        made.on_request_completed(A, card.metadata.internal_request_id)
+    accept(made, card, ongoing=2)
+    second = choose(made, turn("t/p", 1.0))
+    await turns()
+    assert second.done()
 
 
-def test_a_turn_closes_a_replica_that_has_enough_of_others() -> None:
-    async def live() -> None:
-        made, first = with_control_calls(2), turn("t/p", 1.0)
-        await choose(made, first)
-        accept(made, first, ongoing=2)
-        second = choose(made, turn("t/p", 1.0))
-        await turns()
-        assert not second.done()
-        await second  # asked again after a while
-
-    asyncio.run(live())
+async def test_a_turn_closes_a_replica_that_has_enough_of_others() -> None:
+    made, first = with_control_calls(2), turn("t/p", 1.0)
+    await choose(made, first)
+    accept(made, first, ongoing=2)
+    second = choose(made, turn("t/p", 1.0))
+    await turns()
+    assert not second.done()
+    await second  # asked again after a while

@@ -19,6 +19,8 @@ from holdfast.router.dispatch.dispatch_queue import (
     SlotShares,
 )
 
+pytestmark = pytest.mark.anyio
+
 LONG = 60.0
 
 
@@ -69,7 +71,7 @@ def test_any_use_agrees_with_a_count(operations):
             assert made.room(each, 0.0) == (n < most)
 
 
-def test_equal_membersare_first_in_first_out():
+def test_equal_members_are_first_in_first_out():
     lines: ReplicaQueues[int] = ReplicaQueues(10)
     for i in range(5):
         lines.enter((1.0,), i, "a" if i % 2 else None)
@@ -217,9 +219,9 @@ def test_batch_waits_behind_interactive_requests_of_all_tenants_and_is_not_starv
     assert had["b"] / now == pytest.approx(0.1, abs=0.03)
 
 
-async def turns() -> None:
+async def turns(n: int = 10) -> None:
     """Let every task go on as far as it can."""
-    for _ in range(10):
+    for _ in range(n):
         await asyncio.sleep(0)
 
 
@@ -239,209 +241,158 @@ def queue(most: int = 100, *, fair: bool = False, **capacity: int) -> DispatchQu
     return made
 
 
-def test_nobody_waits_where_there_is_no_replica() -> None:
-    async def live() -> None:
-        made = queue(a=1)
-        made.take("a", "first")
-        homes = ("a", None)
-        tasks = [asyncio.create_task(made.wait((1.0,), home, str(home), LONG)) for home in homes]
-        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
-        await turns()
-        made.update({})
-        given_up.cancel()
-        await turns()
-        assert all(task.done() for task in tasks)
-        assert [task.result() for task in tasks] == [None, None]
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        assert len(made) == 0
-        made.update({"b": 1})
-        assert made.take_any("late") == "b"
-
-    asyncio.run(live())
+async def test_nobody_waits_where_there_is_no_replica() -> None:
+    made = queue(a=1)
+    made.take("a", "first")
+    homes = ("a", None)
+    tasks = [asyncio.create_task(made.wait((1.0,), home, str(home), LONG)) for home in homes]
+    given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+    await turns()
+    made.update({})
+    given_up.cancel()
+    await turns()
+    assert all(task.done() for task in tasks)
+    assert [task.result() for task in tasks] == [None, None]
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert len(made) == 0
+    made.update({"b": 1})
+    assert made.take_any("late") == "b"
 
 
-def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
-    async def live() -> None:
-        made = queue(a=1)
-        made.take("a", "first")
-        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
-        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
-        await turns()
-        made.release("a", "first")  # the slot is given up's now, who has not seen it yet
-        given_up.cancel()
-        assert await other == "a"
-        made.release("a", "other")
-        assert made._counter["a"] == 0
-
-    asyncio.run(live())
+async def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
+    made = queue(a=1)
+    made.take("a", "first")
+    given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+    other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+    await turns()
+    made.release("a", "first")  # the slot is given up's now, who has not seen it yet
+    given_up.cancel()
+    assert await other == "a"
+    made.release("a", "other")
+    assert made._counter["a"] == 0
 
 
-def test_who_waited_in_vain_leaves_the_line() -> None:
-    async def live() -> None:
-        made = queue(most=1, a=1)
-        made.take("a", "first")
-        assert await made.wait((1.0,), "a", "late", 0.0) is None
-        assert len(made) == 0
-        waiting = asyncio.create_task(made.wait((1.0,), None, "only", LONG))
-        await turns()
-        with pytest.raises(OverloadedError):
-            await made.wait((0.0,), None, "more", LONG)
-        made.release("a", "first")
-        assert await waiting == "a"
-
-    asyncio.run(live())
-
-
-def test_a_new_replica_takes_those_who_wait_for_any() -> None:
-    async def live() -> None:
-        made = queue(a=1)
-        made.take("a", "first")
-        loyal = asyncio.create_task(made.wait((1.0,), "a", "loyal", LONG))
-        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
-        await turns()
-        made.update({"a": 1, "b": 1})
-        assert await other == "b"
-        made.update({"b": 2})  # a has gone
-        assert await loyal == "b"
-
-    asyncio.run(live())
-
-
-def test_a_replica_full_with_others_requests_is_tried_again() -> None:
-    async def live() -> None:
-        made = queue(a=1)
-        made.on_report("a", 1)
-        assert not made.take("a", "r")
-        assert await made.wait((1.0,), None, "r", LONG) == "a"
-
-    asyncio.run(live())
+async def test_a_new_replica_takes_those_who_wait_for_any() -> None:
+    made = queue(a=1)
+    made.take("a", "first")
+    loyal = asyncio.create_task(made.wait((1.0,), "a", "loyal", LONG))
+    other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+    await turns()
+    made.update({"a": 1, "b": 1})
+    assert await other == "b"
+    made.update({"b": 2})  # a has gone
+    assert await loyal == "b"
 
 
 @pytest.mark.parametrize(("fair", "after"), [(False, 50), (True, 1)])
-def test_a_tenant_with_many_old_programs_is_not_before_anothers_new_one(fair: bool, after: int) -> None:
+async def test_a_tenant_with_many_old_programs_is_not_before_anothers_new_one(fair: bool, after: int) -> None:
     """Where tenants share; else the oldest programs come first."""
+    made, served = queue(fair=fair, a=1), []
+    many, one = FairShareKey("many"), FairShareKey("one")
+    assert made.take("a", "first", many)
 
-    async def live() -> None:
-        made, served = queue(fair=fair, a=1), []
-        many, one = FairShareKey("many"), FairShareKey("one")
-        assert made.take("a", "first", many)
+    async def request(name: str, share: FairShareKey, began: float) -> None:
+        replica = await made.wait((began,), None, name, LONG, share)
+        assert replica is not None
+        served.append(share.tenant)
+        await asyncio.sleep(0)
+        made.release(replica, name)
 
-        async def request(name: str, share: FairShareKey, began: float) -> None:
-            replica = await made.wait((began,), None, name, LONG, share)
-            assert replica is not None
-            served.append(share.tenant)
-            await asyncio.sleep(0)
-            made.release(replica, name)
-
-        tasks = [asyncio.create_task(request(f"m{i}", many, i / 100)) for i in range(50)]
-        tasks.append(asyncio.create_task(request("new", one, 100.0)))
-        await turns()
-        made.release("a", "first")
-        await asyncio.gather(*tasks)
-        assert served.index("one") <= after
-        assert made._counter["a"] == len(made) == 0
-        assert not made._holders
-
-    asyncio.run(live())
+    tasks = [asyncio.create_task(request(f"m{i}", many, i / 100)) for i in range(50)]
+    tasks.append(asyncio.create_task(request("new", one, 100.0)))
+    await turns()
+    made.release("a", "first")
+    await asyncio.gather(*tasks)
+    assert served.index("one") <= after
+    assert made._counter["a"] == len(made) == 0
+    assert not made._holders
 
 
-def test_in_a_full_line_the_last_of_who_has_most_of_it_gives_way() -> None:
-    async def live() -> None:
-        made = queue(4, fair=True, a=1)
-        many, one = FairShareKey("many"), FairShareKey("one")
-        assert made.take("a", "first", many)
-        tasks = [asyncio.create_task(made.wait((float(i),), None, f"m{i}", LONG, many)) for i in (3, 1, 0, 2)]
-        await turns()
+async def test_in_a_full_line_the_last_of_who_has_most_of_it_gives_way() -> None:
+    made = queue(4, fair=True, a=1)
+    many, one = FairShareKey("many"), FairShareKey("one")
+    assert made.take("a", "first", many)
+    tasks = [asyncio.create_task(made.wait((float(i),), None, f"m{i}", LONG, many)) for i in (3, 1, 0, 2)]
+    await turns()
+    with pytest.raises(OverloadedError):
+        await made.wait((0.0,), None, "one more", LONG, many)
+    mine = [asyncio.create_task(made.wait((9.0,), None, f"o{i}", LONG, one)) for i in range(2)]
+    await turns()
+    assert [task.done() for task in tasks] == [True, False, False, True]
+    for task in (tasks[0], tasks[3]):
         with pytest.raises(OverloadedError):
-            await made.wait((0.0,), None, "one more", LONG, many)
-        mine = [asyncio.create_task(made.wait((9.0,), None, f"o{i}", LONG, one)) for i in range(2)]
-        await turns()
-        assert [task.done() for task in tasks] == [True, False, False, True]
-        for task in (tasks[0], tasks[3]):
-            with pytest.raises(OverloadedError):
-                await task
+            await task
+    with pytest.raises(OverloadedError):
+        await made.wait((0.0,), None, "its third", LONG, one)
+    assert not any(task.done() for task in mine), "who has no more than the other gives way to nobody"
+    made.update({})
+    await asyncio.gather(tasks[1], tasks[2], *mine)
+
+
+async def test_batch_leaves_slots_to_interactive_requests_and_waits_behind_them() -> None:
+    made, batch = queue(a=8), FairShareKey("", priority=Priority.BATCH)
+    assert [made.take("a", f"b{i}", batch) for i in range(8)] == [True] * 7 + [False]
+    assert made.take("a", "now")
+    waiting = [asyncio.create_task(made.wait((0.0,), None, "late", LONG, batch))]
+    waiting.append(asyncio.create_task(made.wait((9.0,), None, "soon", LONG)))
+    await turns()
+    made.release("a", "b0")
+    await turns()
+    assert [task.done() for task in waiting] == [False, True]
+    for name in ("now", "soon", "b1"):
+        made.release("a", name)
+    assert await waiting[0] == "a"
+    assert made._counter["a"] == 6
+
+
+async def test_in_a_full_line_batch_gives_way_to_interactive_requests() -> None:
+    made, batch = queue(2, a=1), FairShareKey("", priority=Priority.BATCH)
+    assert made.take("a", "first")
+    tasks = [asyncio.create_task(made.wait((float(i),), None, f"b{i}", LONG, batch)) for i in range(2)]
+    await turns()
+    mine = asyncio.create_task(made.wait((9.0,), None, "now", LONG))
+    await turns()
+    assert [task.done() for task in tasks] == [False, True]
+    with pytest.raises(OverloadedError):
+        await tasks[1]
+    made.release("a", "first")
+    assert await mine == "a"
+    made.update({})
+    await tasks[0]
+
+
+async def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way() -> None:
+    made = DispatchQueue(100, TurnCounter(), max_waiting_tokens=10)
+    made.update({"a": 1})
+    assert made.take("a", "first")
+
+    def wait(name: str, tokens: int, priority: Priority) -> asyncio.Task[str | None]:
+        share = FairShareKey("", priority=priority)
+        return asyncio.create_task(made.wait((1.0,), None, name, LONG, share, tokens=tokens))
+
+    low = [wait(f"low{i}", 4, Priority.BATCH) for i in range(2)]
+    await turns()
+    assert made.tokens == 8
+    more = wait("more", 4, Priority.BATCH)
+    high = wait("high", 4, Priority.INTERACTIVE)
+    await turns()
+    for given_way in (more, low[1]):
         with pytest.raises(OverloadedError):
-            await made.wait((0.0,), None, "its third", LONG, one)
-        assert not any(task.done() for task in mine), "who has no more than the other gives way to nobody"
-        made.update({})
-        await asyncio.gather(tasks[1], tasks[2], *mine)
-
-    asyncio.run(live())
-
-
-def test_batch_leaves_slots_to_interactive_requests_and_waits_behind_them() -> None:
-    async def live() -> None:
-        made, batch = queue(a=8), FairShareKey("", priority=Priority.BATCH)
-        assert [made.take("a", f"b{i}", batch) for i in range(8)] == [True] * 7 + [False]
-        assert made.take("a", "now")
-        waiting = [asyncio.create_task(made.wait((0.0,), None, "late", LONG, batch))]
-        waiting.append(asyncio.create_task(made.wait((9.0,), None, "soon", LONG)))
+            given_way.result()
+    assert not low[0].done()
+    assert made.tokens == 8
+    for name in ("first", "high", "low0"):
+        made.release("a", name)
         await turns()
-        made.release("a", "b0")
-        await turns()
-        assert [task.done() for task in waiting] == [False, True]
-        for name in ("now", "soon", "b1"):
-            made.release("a", name)
-        assert await waiting[0] == "a"
-        assert made._counter["a"] == 6
-
-    asyncio.run(live())
-
-
-def test_in_a_full_line_batch_gives_way_to_interactive_requests() -> None:
-    async def live() -> None:
-        made, batch = queue(2, a=1), FairShareKey("", priority=Priority.BATCH)
-        assert made.take("a", "first")
-        tasks = [asyncio.create_task(made.wait((float(i),), None, f"b{i}", LONG, batch)) for i in range(2)]
-        await turns()
-        mine = asyncio.create_task(made.wait((9.0,), None, "now", LONG))
-        await turns()
-        assert [task.done() for task in tasks] == [False, True]
-        with pytest.raises(OverloadedError):
-            await tasks[1]
-        made.release("a", "first")
-        assert await mine == "a"
-        made.update({})
-        await tasks[0]
-
-    asyncio.run(live())
-
-
-def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way() -> None:
-    async def live() -> None:
-        made = DispatchQueue(100, TurnCounter(), max_waiting_tokens=10)
-        made.update({"a": 1})
-        assert made.take("a", "first")
-
-        def wait(name: str, tokens: int, priority: Priority) -> asyncio.Task[str | None]:
-            share = FairShareKey("", priority=priority)
-            return asyncio.create_task(made.wait((1.0,), None, name, LONG, share, tokens=tokens))
-
-        low = [wait(f"low{i}", 4, Priority.BATCH) for i in range(2)]
-        await turns()
-        assert made.tokens == 8
-        more = wait("more", 4, Priority.BATCH)
-        high = wait("high", 4, Priority.INTERACTIVE)
-        await turns()
-        for given_way in (more, low[1]):
-            with pytest.raises(OverloadedError):
-                given_way.result()
-        assert not low[0].done()
-        assert made.tokens == 8
-        for name in ("first", "high", "low0"):
-            made.release("a", name)
-            await turns()
-        assert (low[0].result(), high.result()) == ("a", "a")
-        assert made.tokens == 0
-        assert made.take("a", "x")
-        huge = wait("huge", 1000, Priority.BATCH)  # where nobody waits there is a place for any
-        await turns()
-        made.release("a", "x")
-        await turns()
-        assert huge.result() == "a"
-
-    asyncio.run(live())
+    assert (low[0].result(), high.result()) == ("a", "a")
+    assert made.tokens == 0
+    assert made.take("a", "x")
+    huge = wait("huge", 1000, Priority.BATCH)  # where nobody waits there is a place for any
+    await turns()
+    made.release("a", "x")
+    await turns()
+    assert huge.result() == "a"
 
 
 ARRIVALS = st.lists(
@@ -509,25 +460,20 @@ def test_nobody_gives_way_in_vain(arrivals, fair, most, most_tokens) -> None:
     asyncio.run(live())
 
 
-def test_how_long_a_line_takes_is_learned_while_somebody_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def live() -> None:
-        made = queue(a=1)
-        now = [0.0]
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-        assert made.take("a", "r0")
-        tasks = [asyncio.create_task(made.wait((float(i),), None, f"r{i}", LONG)) for i in range(1, 12)]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert made.expected_s == 0.0
-        for i in range(10):
-            now[0] += 2.0
-            made.release("a", f"r{i}")
-            for _ in range(20):
-                await asyncio.sleep(0)
-        assert made.expected_s == pytest.approx(4.0)  # behind one more
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert made.expected_s == 0.0
-
-    asyncio.run(live())
+async def test_how_long_a_line_takes_is_learned_while_somebody_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = queue(a=1)
+    now = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    assert made.take("a", "r0")
+    tasks = [asyncio.create_task(made.wait((float(i),), None, f"r{i}", LONG)) for i in range(1, 12)]
+    await turns(20)
+    assert made.expected_s == 0.0
+    for i in range(10):
+        now[0] += 2.0
+        made.release("a", f"r{i}")
+        await turns(20)
+    assert made.expected_s == pytest.approx(4.0)  # behind one more
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert made.expected_s == 0.0

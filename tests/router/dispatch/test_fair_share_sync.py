@@ -1,12 +1,12 @@
 """Contended service over a real Redis: every second reaches all others once, also over a loss of Redis."""
 
-import asyncio
-
 import pytest
 from waiting import until_async
 
 from holdfast.router.dispatch.fair_share_sync import FairShareSync, Ledger
 from holdfast.router.records.store import Records, RedisAddress
+
+pytestmark = pytest.mark.anyio
 
 PATIENT = 60.0
 RETRY = 0.01
@@ -43,47 +43,41 @@ async def look(sync: FairShareSync) -> dict[str, float]:
     return dict(sync._sharing.heard)
 
 
-def test_each_hears_what_the_others_have_served_since_it_takes_part(server):
-    async def scenario():
-        store = store_at(server)
-        parties = [One() for _ in range(3)]
-        syncs = [FairShareSync(store, "steps", one) for one in parties]
-        for sync, one in zip(syncs, parties, strict=True):
-            one.serve("interactive/a", 1.0)
+async def test_each_hears_what_the_others_have_served_since_it_takes_part(server):
+    store = store_at(server)
+    parties = [One() for _ in range(3)]
+    syncs = [FairShareSync(store, "steps", one) for one in parties]
+    for sync, one in zip(syncs, parties, strict=True):
+        one.serve("interactive/a", 1.0)
+        await sync.sync()
+    for one in parties:
+        one.heard.clear()  # the last participant has heard less
+    for _ in range(4):
+        for i, one in enumerate(parties):
+            one.serve("interactive/a", 1.0 + i)
+        for sync in [*syncs, *syncs]:
             await sync.sync()
-        for one in parties:
-            one.heard.clear()  # the last participant has heard less
-        for _ in range(4):
-            for i, one in enumerate(parties):
-                one.serve("interactive/a", 1.0 + i)
-            for sync in [*syncs, *syncs]:
-                await sync.sync()
-        heard = [one.heard["interactive/a"] for one in parties]
-        # The first two also hear of what was served before the others took part.
-        assert heard == pytest.approx([4 * 5 + 2, 4 * 4 + 1, 4 * 3])
-        await store.close()
-
-    asyncio.run(scenario())
+    heard = [one.heard["interactive/a"] for one in parties]
+    # The first two also hear of what was served before the others took part.
+    assert heard == pytest.approx([4 * 5 + 2, 4 * 4 + 1, 4 * 3])
+    await store.close()
 
 
-def test_what_was_served_while_redis_was_away_is_told_afterwards(server):
-    async def scenario():
-        store, one, two = store_at(server), One(), One()
-        mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
-        one.serve("batch/a", 1.0)
-        await mine.sync()
-        two.serve("batch/a", 5.0)
-        await other.sync()
-        mine._scripts = Away()
-        one.serve("batch/a", 2.0)
-        assert await look(mine) == {}
-        mine._scripts = store
-        one.serve("batch/a", 4.0)
-        assert await look(mine) == pytest.approx({"batch/a": 5.0})
-        assert await look(other) == pytest.approx({"batch/a": 6.0})
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_what_was_served_while_redis_was_away_is_told_afterwards(server):
+    store, one, two = store_at(server), One(), One()
+    mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
+    one.serve("batch/a", 1.0)
+    await mine.sync()
+    two.serve("batch/a", 5.0)
+    await other.sync()
+    mine._scripts = Away()
+    one.serve("batch/a", 2.0)
+    assert await look(mine) == {}
+    mine._scripts = store
+    one.serve("batch/a", 4.0)
+    assert await look(mine) == pytest.approx({"batch/a": 5.0})
+    assert await look(other) == pytest.approx({"batch/a": 6.0})
+    await store.close()
 
 
 def test_a_tenant_that_was_forgotten_begins_again_and_takes_nothing_back():
@@ -108,40 +102,34 @@ def test_a_tenant_that_was_forgotten_begins_again_and_takes_nothing_back():
     assert not ledger._idle
 
 
-def test_a_redis_that_has_lost_the_sums_invents_nothing(server):
-    async def scenario():
-        store, one, two = store_at(server), One(), One()
-        mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
-        one.serve("interactive/a", 100.0)
-        two.serve("interactive/a", 50.0)
-        for sync in (mine, other, mine):
-            await sync.sync()
-        await store._redis.flushall()
-        one.serve("interactive/a", 1.0)
-        assert await look(mine) == {}
-        two.serve("interactive/a", 3.0)
-        assert await look(other) == {}
-        assert await look(mine) == pytest.approx({"interactive/a": 3.0})
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_redis_that_has_lost_the_sums_invents_nothing(server):
+    store, one, two = store_at(server), One(), One()
+    mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
+    one.serve("interactive/a", 100.0)
+    two.serve("interactive/a", 50.0)
+    for sync in (mine, other, mine):
+        await sync.sync()
+    await store._redis.flushall()
+    one.serve("interactive/a", 1.0)
+    assert await look(mine) == {}
+    two.serve("interactive/a", 3.0)
+    assert await look(other) == {}
+    assert await look(mine) == pytest.approx({"interactive/a": 3.0})
+    await store.close()
 
 
-def test_it_syncs_by_itself(server):
-    async def scenario():
-        store, one, two = store_at(server), One(), One()
-        syncs = [FairShareSync(store, "slots", each) for each in (one, two)]
-        for sync in syncs:
-            sync.start(0.01)
+async def test_it_syncs_by_itself(server):
+    store, one, two = store_at(server), One(), One()
+    syncs = [FairShareSync(store, "slots", each) for each in (one, two)]
+    for sync in syncs:
+        sync.start(0.01)
 
-        def heard():
-            for each in (one, two):
-                each.serve("interactive/a", 1.0)
-            return one.heard.get("interactive/a") and two.heard.get("interactive/a")
+    def heard():
+        for each in (one, two):
+            each.serve("interactive/a", 1.0)
+        return one.heard.get("interactive/a") and two.heard.get("interactive/a")
 
-        await until_async(heard)
-        for sync in syncs:
-            await sync.close()
-        await store.close()
-
-    asyncio.run(scenario())
+    await until_async(heard)
+    for sync in syncs:
+        await sync.close()
+    await store.close()

@@ -36,6 +36,13 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def claude(client: openai.OpenAI) -> Iterator[anthropic.Anthropic]:
+    address = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as claude:
+        yield claude
+
+
 def arguments_of(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
 
@@ -59,21 +66,22 @@ def test_a_named_function_is_called_once(client: openai.OpenAI, stream: bool) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_call_ends_a_reply_whose_text_a_stop_has_ended(client: openai.OpenAI, stream: bool) -> None:
+def test_a_closed_call_ends_a_reply_whose_text_a_stop_has_ended(
+    client: openai.OpenAI, claude: anthropic.Anthropic, stream: bool
+) -> None:
     """In every API: the shipped model writes `</tool_call>` behind a call."""
     fields: Any = {"model": "pocket", "tools": TOOLS, "tool_choice": NAMED, "extra_body": {"stop": ["</tool_call>"]}}
     with client.chat.completions.stream(messages=MESSAGES, **fields) as chunks:
         chat = chunks.get_final_completion()
     assert chat.choices[0].finish_reason == "tool_calls"
     tools: Any = [{"name": "get_forecast", "input_schema": PARAMETERS}]
-    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
-        ask: Any = {"model": "pocket", "messages": MESSAGES, "tools": tools, "max_tokens": 100}
-        ask |= {"tool_choice": {"type": "any"}, "stop_sequences": ["</tool_call>"]}
-        if stream:
-            with other.messages.stream(**ask) as events:
-                message = events.get_final_message()
-        else:
-            message = other.messages.create(**ask)
+    ask: Any = {"model": "pocket", "messages": MESSAGES, "tools": tools, "max_tokens": 100}
+    ask |= {"tool_choice": {"type": "any"}, "stop_sequences": ["</tool_call>"]}
+    if stream:
+        with claude.messages.stream(**ask) as events:
+            message = events.get_final_message()
+    else:
+        message = claude.messages.create(**ask)
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
     assert [block.type for block in message.content] == ["tool_use"]
     flat: Any = [{"type": "function", "name": "get_forecast", "parameters": PARAMETERS}]
@@ -83,19 +91,18 @@ def test_a_closed_call_ends_a_reply_whose_text_a_stop_has_ended(client: openai.O
     assert (response.status, response.output[-1].status) == ("completed", "completed")
 
 
-def test_anthropics_client_tools_are_called(client: openai.OpenAI) -> None:
+def test_anthropics_client_tools_are_called(claude: anthropic.Anthropic) -> None:
     tools: Any = [
         {"type": "bash_20250124", "name": "bash"},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
     ]
     ask: Any = {"model": "pocket", "max_tokens": 400, "tools": tools, "messages": MESSAGES}
-    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
-        for tool in tools:
-            message = other.messages.create(**ask, tool_choice={"type": "tool", "name": tool["name"]})
-            (call,) = message.content
-            assert (message.stop_reason, call.type, call.name) == ("tool_use", "tool_use", tool["name"])
-            assert isinstance(call.input, dict)
-        assert {"command", "path"} <= call.input.keys()
+    for tool in tools:
+        message = claude.messages.create(**ask, tool_choice={"type": "tool", "name": tool["name"]})
+        (call,) = message.content
+        assert (message.stop_reason, call.type, call.name) == ("tool_use", "tool_use", tool["name"])
+        assert isinstance(call.input, dict)
+    assert {"command", "path"} <= call.input.keys()
 
 
 def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenAI) -> None:
@@ -111,7 +118,9 @@ def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenA
     text.close()  # the model, which was not asked in its own form, may go on to the end of its context
 
 
-def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client: openai.OpenAI) -> None:
+def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(
+    client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
     """In every API, and in a compaction: the tools stay in the prompt, and the model that would call one does not."""
     system = "Look it up with a tool. " * 30
 
@@ -126,9 +135,8 @@ def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client:
     assert first.choices[0].message.tool_calls, "the model would call"
     assert first.usage is not None
     for stream in (False, True):
-        with client.chat.completions.stream(
-            **asked(False, False), max_tokens=40 + stream, stream_options={"include_usage": True}
-        ) as chunks:
+        fields: Any = {"max_tokens": 40 + stream, "stream_options": {"include_usage": True}}
+        with client.chat.completions.stream(**asked(False, False), **fields) as chunks:
             again = chunks.get_final_completion()
         assert again.usage is not None
         assert again.usage.prompt_tokens_details is not None
@@ -138,7 +146,7 @@ def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client:
         assert again.choices[0].finish_reason in ("stop", "length")
 
     flat: Any = [{"type": "function", "strict": True, **each["function"]} for each in TOOLS]
-    fields: Any = {"model": "pocket", "instructions": system, "tools": flat, "temperature": 0, "max_output_tokens": 40}
+    fields = {"model": "pocket", "instructions": system, "tools": flat, "temperature": 0, "max_output_tokens": 40}
     response = client.responses.create(input="Weather in Bergen?", **fields)
     assert response.usage is not None
     for more in ({"tool_choice": "none", "input": "And in Rome?"}, {"input": [{"type": "compaction_trigger"}]}):
@@ -149,9 +157,8 @@ def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client:
     given: Any = [{"name": "get_weather", "input_schema": PARAMETERS}]
     said: Any = {"model": "pocket", "system": system, "messages": MESSAGES, "tools": given}
     said["extra_body"] = {"temperature": 0}
-    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
-        begun = other.messages.create(**said, max_tokens=40, tool_choice={"type": "auto"})
-        held = other.messages.create(**said, max_tokens=40, tool_choice={"type": "none"})
+    begun = claude.messages.create(**said, max_tokens=40, tool_choice={"type": "auto"})
+    held = claude.messages.create(**said, max_tokens=40, tool_choice={"type": "none"})
     assert (begun.usage.cache_read_input_tokens or 0) + begun.usage.input_tokens > 100
     assert held.usage.input_tokens == 1
     assert [block.type for block in held.content] == ["text"]
@@ -176,24 +183,17 @@ def test_any_json_object(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "length" or isinstance(json.loads(text), dict)
 
 
+NO_SCHEMA = {"name": "a", "strict": True, "schema": {"type": "x"}}
+NO_FUNCTION = {"name": "f", "strict": True, "parameters": {"not": {}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "strict": True, "schema": {"type": "x"}},
-                }
-            },
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
-            "tools.0.function.parameters",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": NO_SCHEMA}}, "response_format.json_schema.schema"),
+        ({"tools": [{"type": "function", "function": NO_FUNCTION}]}, "tools.0.function.parameters"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -205,14 +205,12 @@ def test_what_cannot_be_followed_names_its_field(
     assert refused.value.param == param
 
 
-def test_anthropics_client_asks_for_the_same(client: openai.OpenAI) -> None:
+def test_anthropics_client_asks_for_the_same(claude: anthropic.Anthropic) -> None:
     """Of the model that is served: a forced call, its result, and an answer of a schema."""
-    url = str(client.base_url).removesuffix("v1/")
-    asked = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     tools: Any = [{"name": tool["function"]["name"], "input_schema": PARAMETERS, "strict": True} for tool in TOOLS]
     options: Any = {"model": "pocket", "max_tokens": 200, "extra_body": {"temperature": 0}, "tools": tools}
     named: Any = {"type": "tool", "name": "get_forecast", "disable_parallel_tool_use": True}
-    with asked.messages.stream(messages=MESSAGES, tool_choice=named, **options) as stream:
+    with claude.messages.stream(messages=MESSAGES, tool_choice=named, **options) as stream:
         reply = stream.get_final_message()
     (call,) = reply.content
     assert (call.type, reply.stop_reason) == ("tool_use", "tool_use")
@@ -220,8 +218,8 @@ def test_anthropics_client_asks_for_the_same(client: openai.OpenAI) -> None:
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}  # type: ignore[union-attr]
     history: Any = [*MESSAGES, {"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
     wanted: Any = {"format": {"type": "json_schema", "schema": Answer.model_json_schema()}}
-    said = asked.messages.create(messages=history, output_config=wanted, **{**options, "tools": []})
+    said = claude.messages.create(messages=history, output_config=wanted, **{**options, "tools": []})
     (text,) = (block for block in said.content if block.type == "text")
     Answer.model_validate_json(text.text)
-    counted = asked.messages.count_tokens(model="pocket", messages=history)
+    counted = claude.messages.count_tokens(model="pocket", messages=history)
     assert counted.input_tokens > 0

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-import httpx
 import pytest
-from fake_backend import CALL, CARD, DONE, HELLO, USAGE, Ends, FakeBackend, World, begun, chat_body
+from fake_backend import CALL, CARD, DONE, HELLO, USAGE, Ends, FakeBackend, World, bearer, begun, chat_body
 
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
@@ -78,50 +77,34 @@ def test_what_is_being_served() -> None:
 
     class Looks(FakeBackend):
         async def generate(self, request, place=None):
-            told = await world_look()
-            seen.append((told["live"][0][0], told["live"][0][1] == request.request_id))
+            async with world.client() as client:
+                live = (await client.get(LIVE)).json()["live"]
+            seen.append((live[0][0], live[0][1] == request.request_id))
             return await super().generate(request, place)
-
-    async def world_look() -> dict[str, object]:
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50001))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return (await client.get(LIVE)).json()
 
     world = World(Looks())
     world.chat(program_id="now")
     assert seen == [("default/now", True)]
 
 
-TENANTS = TenantDirectory(
-    (
-        Tenant("one", (hash_key("k1"),)),
-        Tenant("two", (hash_key("k2"),)),
-        Tenant("ops", (hash_key("k3"),), operator=True),
-    )
-)
-
-
-def with_key(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}
+NAMES = ("one", "two", "ops")
+TENANTS = TenantDirectory([Tenant(name, (hash_key(name),), operator=name == "ops") for name in NAMES])
 
 
 def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
     backend = Telling()
     world = World(backend, tenants=TENANTS)
-    turns = [
-        ("POST", CHAT, {"json": chat_body(program_id=f"of-{key}"), "headers": FRESH | with_key(key)})
-        for key in ("k1", "k2")
-    ]
-    looks = [("GET", LIVE, {"headers": with_key(key)}) for key in ("k1", "k2", "k3", "", "wrong")]
-    *_, one, two, ops, none, wrong = world.calls([*turns, *looks])
+    turns = [("POST", CHAT, {"json": chat_body(program_id="p"), "headers": FRESH | bearer(name)}) for name in NAMES[:2]]
+    looks = [("GET", LIVE, {"headers": bearer(name)}) for name in (*NAMES, "wrong")]
+    *_, one, two, ops, wrong, none = world.calls([*turns, *looks, ("GET", LIVE, {})])
     assert [none.status_code, wrong.status_code] == [401, 401]
     for answer, name, other in ((one, "one", "two"), (two, "two", "one")):
         told = answer.json()
-        assert [each["program"].split("/")[0] for each in ended(told)] == [name]  # type: ignore[attr-defined]
+        assert [each["program"] for each in ended(told)] == [f"{name}/p"]
         assert [each["name"] for each in told["tenants"]] == [name]
         assert (told["tenant"], told["operator"]) == (name, False)
         assert other not in answer.text
-    assert {each["program"] for each in ended(ops.json())} == {"one/of-k1", "two/of-k2"}
+    assert {each["program"] for each in ended(ops.json())} == {"one/p", "two/p"}
     assert [each["name"] for each in ops.json()["tenants"]] == ["one", "two"]
     assert backend.looks == ["one", "two", None]
 
@@ -137,18 +120,18 @@ def test_many_pages_ask_replicas_as_often_as_one_does(monkeypatch: pytest.Monkey
 def test_a_tenant_that_asks_without_end_is_refused() -> None:
     turns = TurnLog(clock=lambda: 1000.0)  # all of it within a second
     world = World(turns=turns, tenants=TENANTS)
-    look = ("GET", LIVE, {"headers": with_key("k1")})
+    look = ("GET", LIVE, {"headers": bearer("one")})
     *before, over = world.calls([look] * (MOST_ASKED + 1))
     assert {answer.status_code for answer in before} == {200}
     assert (over.status_code, over.headers["retry-after"]) == (429, "1")
-    assert world.call("GET", LIVE, headers=with_key("k2")).status_code == 200
+    assert world.call("GET", LIVE, headers=bearer("two")).status_code == 200
 
 
 def test_looking_counts_against_no_limit() -> None:
-    limited = Tenant("one", (hash_key("k1"),), limits=TenantLimits(requests_per_minute=1))
+    limited = Tenant("one", (hash_key("one"),), limits=TenantLimits(requests_per_minute=1))
     world = World(tenants=TenantDirectory((limited,)))
-    look = ("GET", LIVE, {"headers": with_key("k1")})
-    turn = ("POST", CHAT, {"json": chat_body(), "headers": with_key("k1")})
+    look = ("GET", LIVE, {"headers": bearer("one")})
+    turn = ("POST", CHAT, {"json": chat_body(), "headers": bearer("one")})
     assert [each.status_code for each in world.calls([look, look, turn, look])] == [200, 200, 200, 200]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jsonschema
 import pytest
-from fake_backend import CALL, DONE, FORMATS, HELLO, USAGE, FakeBackend, World
+from fake_backend import CALL, DONE, FORMATS, HELLO, USAGE, FakeBackend, World, bearer, keyed
 from starlette.routing import Route
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
@@ -17,7 +17,7 @@ from holdfast.router.endpoints.openapi import EVENTS
 from holdfast.router.entry.http import AnswerHeaders
 from holdfast.router.entry.quotas import Quotas, RateLimitStatus
 from holdfast.router.entry.usage import UsageBooks
-from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import TenantLimits
 
 ITSELF = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"), ("GET", "/page/{name}")}  # for people
 
@@ -75,11 +75,9 @@ def test_every_event_of_a_stream_is_as_the_document_says(path, body, script) -> 
     json_data, *ends = data.get("anyOf", [data])
     assert ends == ([] if path == "/v1/messages" else [{"const": "[DONE]"}])
     form = {**json_data["contentSchema"], "components": told["components"]}
-    usage = (
-        {"include_usage": True, "event_names": True} if path in ("/v1/chat/completions", "/v1/completions") else None
-    )
-    asked = {**body, **({"stream_options": usage} if usage else {})}
-    text = world.call("POST", path, json=asked).text
+    if "completions" in path:
+        body = {**body, "stream_options": {"include_usage": True, "event_names": True}}
+    text = world.call("POST", path, json=body).text
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     validator = jsonschema.Draft202012Validator(form)
     for each in data:
@@ -99,43 +97,24 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
     status = RateLimitStatus(limits, defaultdict(float))
     sent = set()
     for anthropic in (False, True):
-        headers = AnswerHeaders(
-            "r",
-            age_s=0.0,
-            replayed=True,
-            same_draw=True,
-            server_timing="x",
-            skipped="x",
-            tools_as_text=True,
-            rate_limit=status,
-            anthropic=anthropic,
-        )
+        at_times = {"replayed": True, "same_draw": True, "tools_as_text": True, "rate_limit": status}
+        headers = AnswerHeaders("r", age_s=0.0, server_timing="x", skipped="x", anthropic=anthropic, **at_times)
         sent |= {name.decode() for name, _ in headers.encode()}
     assert set(told["components"]["headers"]) == sent | {"retry-after"}
     config = world.config
     read = {*config.program_headers, *config.placement_headers, *config.deadline_headers, *config.parent_headers}
-    read |= {
-        "x-request-id",
-        "idempotency-key",
-        "cache-control",
-        "x-priority",
-        "x-holdfast-fresh-draw",
-        "anthropic-version",
-    }
+    read |= {"x-request-id", "idempotency-key", "cache-control", "x-priority", "x-holdfast-fresh-draw"}
+    read |= {"anthropic-version"}
     assert set(told["components"]["parameters"]) == read
     chat = {each["$ref"].rpartition("/")[2] for each in told["paths"]["/v1/chat/completions"]["post"]["parameters"]}
     assert chat == read - {"anthropic-version"}
 
 
 def test_models_are_told_to_those_who_may_know() -> None:
-    world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("k"),))]))
-
-    def model(**headers: str) -> object:
+    world = World(tenants=keyed("acme"))
+    for headers, model in ((bearer("acme"), {"type": "string", "enum": ["pocket"]}), ({}, {"type": "string"})):
         told = world.call("GET", "/openapi.json", headers=headers).json()
-        return told["components"]["schemas"]["ModelName"]
-
-    assert model(Authorization="Bearer k") == {"type": "string", "enum": ["pocket"]}
-    assert model() == {"type": "string"}
+        assert told["components"]["schemas"]["ModelName"] == model
 
 
 def test_no_generated_case_finds_a_fault() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+from fake_backend import DONE, HELLO, FakeBackend, World, bearer, chat_body, keyed
 from pinning import KEEP
 from redis_server import records_away, shared_records, shared_server
 from service_backend import ServiceBackend
@@ -18,7 +18,8 @@ from holdfast.replicas.kv.tags import Hint, Label
 from holdfast.replicas.requests import Completed, Errored, Usage
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+pytestmark = pytest.mark.anyio
 
 TOOL: Any = {
     "type": "function",
@@ -117,27 +118,17 @@ def test_it_is_extended_and_a_chat_goes_on_from_it():
     assert (turn.prompt.tools, turn.program_id) == ((TOOL,), first.program_id)
 
 
-def test_results_that_come_at_once_are_all_in_it():
+async def test_results_that_come_at_once_are_all_in_it():
     class Slow(FakeBackend):
         async def generate(self, request, place=ANYWHERE):
             for _ in range(100):  # so that the other one is read meanwhile
                 await asyncio.sleep(0)
             return await super().generate(request, place)
 
-    world = World(Slow(make().backend.script))
-
-    async def both() -> None:
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            made = (await client.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
-            at = f"/v1/prefills/{made['id']}/extend"
-            told = await asyncio.gather(
-                *(client.post(at, json={"messages": [result(city)]}) for city in ("Oslo", "Rome"))
-            )
-            assert [each.status_code for each in told] == [200, 200]
-
-    asyncio.run(both())
-    assert world.backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
+    backend = Slow(make().backend.script)
+    async with routers(backend, 1) as [router]:
+        assert await extended(await begun(router), (router, "Oslo"), (router, "Rome")) == [200, 200]
+    assert backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
 
 
 def hinted(*directives: Any) -> dict[str, Any]:
@@ -192,69 +183,68 @@ async def routers(backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]]:
         for _ in range(n):
             records = shared_records(first)
             stack.push_async_callback(records.close)
-            world = World(backend, records=records)
-            transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-            clients.append(await stack.enter_async_context(client))
+            clients.append(await stack.enter_async_context(World(backend, records=records).client()))
         yield clients
 
 
-def test_results_that_come_at_once_to_two_routers_are_all_in_it():
-    async def both() -> list[Any]:
-        backend = Meeting(2)
-        async with routers(backend) as (one, two):
-            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
-            at = f"/v1/prefills/{made['id']}/extend"
-            told = await asyncio.gather(
-                *(of.post(at, json={"messages": [result(city)]}) for of, city in ((one, "Oslo"), (two, "Rome")))
-            )
-            assert [each.status_code for each in told] == [200, 200]
-            named = chat_body(prefill_id=made["id"], messages=[{"role": "user", "content": "And?"}])
-            backend.script = HELLO
-            assert (await one.post("/v1/chat/completions", json=named)).status_code == 200
-        return backend.requests
+async def begun(router: httpx.AsyncClient) -> str:
+    """The path of a new prefill."""
+    made = await router.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})
+    return f"/v1/prefills/{made.json()['id']}"
 
-    *computed, turn = asyncio.run(both())
+
+async def extended(at: str, *by: tuple[httpx.AsyncClient, str]) -> list[int]:
+    """The statuses of extensions that come at once, each of a router and a city."""
+    calls = (router.post(f"{at}/extend", json={"messages": [result(city)]}) for router, city in by)
+    return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+
+async def test_results_that_come_at_once_to_two_routers_are_all_in_it():
+    backend = Meeting(2)
+    async with routers(backend) as (one, two):
+        at = await begun(one)
+        assert await extended(at, (one, "Oslo"), (two, "Rome")) == [200, 200]
+        named = chat_body(prefill_id=at.rpartition("/")[2], messages=[{"role": "user", "content": "And?"}])
+        backend.script = HELLO
+        assert (await one.post("/v1/chat/completions", json=named)).status_code == 200
+    *computed, turn = backend.requests
     assert len(computed) == 4, "the prompt, each result, and the one of them once more behind the other"
     assert turn.prompt.messages[: len(CALLED)] == computed[0].prompt.messages
-    assert sorted(each["content"] for each in turn.prompt.messages[len(CALLED) : -1]) == [
-        result(city)["content"] for city in ("Oslo", "Rome")
-    ]
+    contents = [each["content"] for each in turn.prompt.messages[len(CALLED) : -1]]
+    assert sorted(contents) == [result(city)["content"] for city in ("Oslo", "Rome")]
     assert turn.prompt.messages[:-1] == computed[-1].prompt.messages
 
 
-def test_of_one_result_that_two_routers_get_one_is_in_it():
-    async def both() -> tuple[list[int], Any]:
-        backend = Meeting(2)
-        async with routers(backend) as (one, two):
-            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
-            at = f"/v1/prefills/{made['id']}/extend"
-            told = await asyncio.gather(*(of.post(at, json={"messages": [result("Oslo")]}) for of in (one, two)))
-            assert (await one.post(at, json={"messages": [result("Rome")]})).status_code == 200
-        return sorted(each.status_code for each in told), backend.requests[-1]
-
-    codes, last = asyncio.run(both())
-    assert codes == [200, 400]
-    assert last.prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
+async def test_of_one_result_that_two_routers_get_one_is_in_it():
+    backend = Meeting(2)
+    async with routers(backend) as (one, two):
+        at = await begun(one)
+        assert sorted(await extended(at, (one, "Oslo"), (two, "Oslo"))) == [200, 400]
+        assert await extended(at, (one, "Rome")) == [200]
+    assert backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
 
 
-def test_what_is_released_as_it_is_extended_elsewhere_is_gone():
-    async def both() -> FakeBackend:
-        backend = Meeting(2)
-        async with routers(backend) as (one, two):
-            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
-            at = f"/v1/prefills/{made['id']}"
-            extending = asyncio.create_task(one.post(f"{at}/extend", json={"messages": [result("Oslo")]}))
-            await backend.came.wait()
-            assert (await two.delete(at)).status_code == 200
-            backend.all_there.set()
-            gone = await extending
-            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefill_not_found")
-            assert (await two.get(at)).status_code == 404
-            assert backend.released == [("default", made["id"])] * 2, "what was computed meanwhile goes, too"
-        return backend
+async def test_what_is_released_as_it_is_extended_elsewhere_is_gone():
+    backend = Meeting(2)
+    async with routers(backend) as (one, two):
+        at = await begun(one)
+        extending = asyncio.create_task(one.post(f"{at}/extend", json={"messages": [result("Oslo")]}))
+        await backend.came.wait()
+        assert (await two.delete(at)).status_code == 200
+        backend.all_there.set()
+        gone = await extending
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefill_not_found")
+        assert (await two.get(at)).status_code == 404
+    released = [("default", at.rpartition("/")[2])]
+    assert backend.released == released * 2, "what was computed meanwhile goes, too"
 
-    asyncio.run(both())
+
+def assert_gone(world: World, made: str) -> None:
+    at = f"/v1/prefills/{made}"
+    calls = [world.call("GET", at), world.call("DELETE", at), post(world, f"{at}/extend"), world.chat(prefill_id=made)]
+    for answer in calls:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "prefill_not_found")
+    assert answer.json()["error"]["param"] == "prefill_id"
 
 
 def test_it_lives_as_long_as_it_was_asked_for_and_a_whole_time_from_each_extension():
@@ -267,41 +257,24 @@ def test_it_lives_as_long_as_it_was_asked_for_and_a_whole_time_from_each_extensi
         assert post(world, f"/v1/prefills/{made}/extend").status_code == 200
         assert 200_000 < redis.pttl(key) <= 300_000
         redis.delete(key)  # as Redis does at the end of its time
-    at = f"/v1/prefills/{made}"
-    for answer in (
-        world.call("GET", at),
-        world.call("DELETE", at),
-        post(world, f"{at}/extend"),
-        world.chat(prefill_id=made),
-    ):
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "prefill_not_found")
+    assert_gone(world, made)
 
 
 def test_it_is_released_once():
     world = make()
-    made = post(world).json()
-    path = f"/v1/prefills/{made['id']}"
-    assert world.call("DELETE", path).json() == {"id": made["id"], "object": "prefill", "deleted": True}
-    assert world.backend.released == [("default", made["id"])]
-    for method, at in ("DELETE", path), ("GET", path):
-        gone = world.call(method, at)
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefill_not_found")
-    assert post(world, f"{path}/extend").status_code == 404
-    named = world.chat(prefill_id=made["id"])
-    assert (named.status_code, named.json()["error"]["param"]) == (404, "prefill_id")
+    made = post(world).json()["id"]
+    assert world.call("DELETE", f"/v1/prefills/{made}").json() == {"id": made, "object": "prefill", "deleted": True}
+    assert_gone(world, made)
+    assert world.backend.released == [("default", made)]
 
 
 def test_one_of_another_tenant_is_not_found():
-    tenants = TenantDirectory([Tenant(name, (hash_key(name),)) for name in ("one", "two")])
-    world = make(tenants=tenants)
-    of = {name: {"headers": {"authorization": f"Bearer {name}"}} for name in ("one", "two")}
+    world = make(tenants=keyed("one", "two"))
     body = {"model": "pocket", "messages": CALLED}
-    made = world.call("POST", "/v1/prefills", json=body, **of["one"]).json()
-    path = f"/v1/prefills/{made['id']}"
-    assert world.call("GET", path, **of["one"]).status_code == 200
-    assert world.call("GET", path, **of["two"]).status_code == 404
-    assert world.call("DELETE", path, **of["two"]).status_code == 404
-    assert world.call("GET", path, **of["one"]).status_code == 200
+    made = world.call("POST", "/v1/prefills", json=body, headers=bearer("one")).json()
+    calls = (("GET", "one", 200), ("GET", "two", 404), ("DELETE", "two", 404), ("GET", "one", 200))
+    for method, who, status in calls:
+        assert world.call(method, f"/v1/prefills/{made['id']}", headers=bearer(who)).status_code == status
 
 
 @pytest.mark.parametrize(
@@ -386,45 +359,45 @@ def test_one_that_cannot_be_stored_is_refused_and_nothing_is_kept_for_it(away):
 # ---- with the shipped model ----
 
 
-def turns(config: EngineConfig, *calls: tuple[str, str, dict[str, Any]]) -> tuple[list[Any], Any]:
-    """The answers to these requests, and what the engine has counted; an id in a path stands for the first answer's."""
-
-    async def run() -> tuple[list[Any], Any]:
-        backend = ServiceBackend(config)
-        world = World(backend, config=RouterConfig(response_cache=False))
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        answers: list[Any] = []
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
-            for method, path, body in calls:
-                path = path.format(id=answers[0]["id"] if answers else "")
-                answer = await client.request(method, path, json=body or None)
-                assert answer.status_code == 200, answer.text
-                answers.append(answer.json())
-        stats = backend.service.engine.stats
-        await backend.service.close()
-        return answers, stats
-
-    return asyncio.run(run())
-
-
 CONFIG = EngineConfig(cells=4096, threads=1, retention=RetentionConfig(KEEP))
+CHAT = "/v1/chat/completions"
 FULL = [*CALLED, result("Oslo"), result("Rome")]
+FIRST: Any = {"max_tokens": 20, "temperature": 0}
 
 
-def chat(messages: Any) -> tuple[str, str, dict[str, Any]]:
-    body = chat_body(messages=messages, tools=[TOOL], program_id="p", max_tokens=20, temperature=0)
-    return "POST", "/v1/chat/completions", body
+@asynccontextmanager
+async def engine() -> AsyncIterator[tuple[ServiceBackend, Any]]:
+    """A new engine, and what posts a body to the router before it."""
+    backend = ServiceBackend(CONFIG)
+    async with World(backend, config=RouterConfig(response_cache=False)).client() as client:
+
+        async def posted(path: str, body: Any) -> Any:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        yield backend, posted
+    await backend.service.close()
 
 
-def test_the_turn_pays_for_what_no_one_knew_and_answers_the_same():
-    ahead = {"model": "pocket", "messages": CALLED, "tools": [TOOL], "program_id": "p"}
-    (plain,), _ = turns(CONFIG, chat(FULL))
-    (made, longer, turn), stats = turns(
-        CONFIG,
-        ("POST", "/v1/prefills", ahead),
-        ("POST", "/v1/prefills/{id}/extend", {"messages": [result("Oslo")]}),
-        chat(FULL),
-    )
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The answer to the whole conversation where nothing was computed ahead."""
+
+    async def ask() -> Any:
+        async with engine() as (_, posted):
+            return await posted(CHAT, chat_body(messages=FULL, tools=[TOOL], program_id="p", **FIRST))
+
+    return asyncio.run(ask())
+
+
+async def test_the_turn_pays_for_what_no_one_knew_and_answers_the_same(plain):
+    async with engine() as (backend, posted):
+        ahead = {"model": "pocket", "messages": CALLED, "tools": [TOOL], "program_id": "p"}
+        made = await posted("/v1/prefills", ahead)
+        longer = await posted(f"/v1/prefills/{made['id']}/extend", {"messages": [result("Oslo")]})
+        turn = await posted(CHAT, chat_body(messages=FULL, tools=[TOOL], program_id="p", **FIRST))
+        stats = backend.service.engine.stats
     assert made["complete"]
     assert longer["complete"]
     assert longer["cached_tokens"] == made["tokens"]
@@ -436,26 +409,15 @@ def test_the_turn_pays_for_what_no_one_knew_and_answers_the_same():
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_the_chat_that_names_the_handle_is_the_same_chat(lost):
+async def test_the_chat_that_names_the_handle_is_the_same_chat(plain, lost):
     """Where what was computed ahead is `lost` with its replica, the turn computes it."""
-    ahead = {"model": "pocket", "messages": [*CALLED, result("Oslo")], "tools": [TOOL]}
-    named = chat_body(messages=[result("Rome")], prefill_id="{id}", max_tokens=20, temperature=0)
-    (plain,), _ = turns(CONFIG, chat(FULL))
-
-    async def both() -> Any:
-        backend = ServiceBackend(CONFIG)
-        world = World(backend, config=RouterConfig(response_cache=False))
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
-            made = (await client.post("/v1/prefills", json=ahead)).json()
-            if lost:
-                await backend.service.close()
-                backend.loaded = None  # it is loaded anew, and knows nothing
-            answer = await client.post("/v1/chat/completions", json=named | {"prefill_id": made["id"]})
-        await backend.service.close()
-        return made, answer.json()
-
-    made, turn = asyncio.run(both())
+    async with engine() as (backend, posted):
+        ahead = {"model": "pocket", "messages": [*CALLED, result("Oslo")], "tools": [TOOL]}
+        made = await posted("/v1/prefills", ahead)
+        if lost:
+            await backend.service.close()
+            backend.loaded = None  # it is loaded anew, and knows nothing
+        turn = await posted(CHAT, chat_body(messages=[result("Rome")], prefill_id=made["id"], **FIRST))
     assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == (0 if lost else made["tokens"])
     assert turn["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
     assert turn["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]

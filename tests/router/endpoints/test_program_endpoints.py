@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+from fake_backend import DONE, HELLO, FakeBackend, World, bearer, chat_body
 from waiting import go_by, run_virtual
 
 from holdfast.replicas.errors import UnavailableError
@@ -75,17 +74,6 @@ def test_replicas_are_told_how_many_turns_led_to_answers():
     assert told == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 5)]
 
 
-def test_an_answer_from_the_cache_says_nothing_of_the_program_that_it_was_made_for():
-    """The engine counts a program's last turn as over whatever it calls; the next program may go on."""
-    world = World(FakeBackend(calling("ls", last=True)))
-    chat(world, program_end=True)
-    world.backend.script = calling("ls")
-    world.chat(program_id="goes on", seed=1)
-    hit = world.chat(program_id="goes on")
-    assert hit.headers["x-holdfast-cache"] == "hit"
-    assert dict(world.programs.latest())["default/goes on"].run_turns == 2, "its run is not over"
-
-
 def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
     world = World(FakeBackend(calling("ls")))
     chat(world)
@@ -106,16 +94,10 @@ def test_a_response_from_the_cache_ends_a_pause_too():
 
 
 def test_tenants_see_their_own_tools_and_operators_what_all_have_together():
-    tenants = TenantDirectory(
-        [
-            Tenant("one", key_hashes=(hash_key("k1"),)),
-            Tenant("two", key_hashes=(hash_key("k2"),)),
-            Tenant("ops", key_hashes=(hash_key("k3"),), operator=True),
-        ],
-        exposed=True,
-    )
-    world = make(tenants=tenants)
-    one, two, ops = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2", "k3"))
+    names = ("one", "two", "ops")
+    tenants = [Tenant(name, (hash_key(name),), operator=name == "ops") for name in names]
+    world = make(tenants=TenantDirectory(tenants, exposed=True))
+    one, two, ops = map(bearer, names)
     for headers in (one, one, two, one):
         world.call("POST", "/v1/chat/completions", json=chat_body(program_id="p"), headers=headers)
         world.now += 1.0
@@ -309,8 +291,7 @@ def played(monkeypatch: pytest.MonkeyPatch, *calls: tuple[str, str, dict[str, An
             return handle
 
         monkeypatch.setattr(loop, "call_later", call_later)
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        async with world.client() as client:
             for method, path, body in calls:
                 assert (await client.request(method, path, json=body or None)).status_code == 200
                 world.now += 1.0

@@ -1,7 +1,6 @@
 """Sessions whose replicas are lost go on at others: what they answer is what one that never moved answers."""
 
 import asyncio
-import base64
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_backend import bearer, keyed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_server import PATIENT, RedisServer, TestRecords, shared_records, shared_server
+from redis_server import PATIENT, RedisServer, TestRecords, key_file, shared_records, shared_server
 from replicas_in_process import Loop, Replicas, Router, Trap
 from waiting import until_async
 
@@ -19,7 +19,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.router.config import RouterConfig
 from holdfast.router.records.session_histories import SessionHistories
 from holdfast.router.records.store import Records, RedisAddress
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+from holdfast.router.tenants import TenantDirectory
 
 CONFIG = EngineConfig(
     cells=8192,
@@ -74,11 +74,13 @@ class Cluster:
         one, two = (router.moves() for router in self.routers)
         return {why: one.get(why, 0.0) + two.get(why, 0.0) for why in {*one, *two}}
 
-    def reset(self) -> None:
-        self.backend.silent.clear()
-        self.backend.trap = None
-        for replica_id in self.backend.live:
-            self.loop.run(self.backend.forget(replica_id))
+
+def forget_all(loop: Loop, backend: Replicas) -> None:
+    """Leave the engines as at their beginning."""
+    backend.silent.clear()
+    backend.trap = None
+    for replica_id in backend.live:
+        loop.run(backend.forget(replica_id))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +108,15 @@ def steady(loop: Loop) -> Iterator[Replicas]:
 
 
 @pytest.fixture
-def cluster(loop: Loop, engines: Replicas) -> Iterator[Cluster]:
-    cluster = Cluster.of(loop, engines)
-    yield cluster
-    cluster.reset()
+def cluster(loop: Loop, engines: Replicas) -> Cluster:
+    return Cluster.of(loop, engines)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(loop: Loop, engines: Replicas) -> Iterator[None]:
+    """No engine keeps a session of a test that has ended."""
+    yield
+    forget_all(loop, engines)
 
 
 def error(answer: httpx.Response) -> tuple[int, str]:
@@ -150,6 +157,10 @@ def test_a_session_that_moves_answers_as_one_that_never_did(
     moving, staying = Cluster.of(loop, engines), Cluster.of(loop, steady)
     contents: dict[tuple[str, str], int] = {}
     forks = 0
+
+    def same(session: str, *what: str, **body: Any) -> None:
+        assert told(moving.do(session, *what, **body)) == told(staying.do(session, *what, **body))
+
     try:
         for session in SESSIONS:
             assert told(moving.open(session, text="Readings:")) == told(staying.open(session, text="Readings:"))
@@ -157,19 +168,15 @@ def test_a_session_that_moves_answers_as_one_that_never_did(
             if what == "append":
                 session, key, value = which
                 value = contents.setdefault((session, key), value) if key else value
-                body = {"text": f"\nreading {value}"}
-                assert told(moving.do(session, "append", key, **body)) == told(
-                    staying.do(session, "append", key, **body)
-                )
+                same(session, "append", key, text=f"\nreading {value}")
             elif what == "query":
                 session, keep, stream = which
-                body = {**ASK, "keep": keep, "stream": stream}
-                assert told(moving.do(session, "query", **body)) == told(staying.do(session, "query", **body))
+                same(session, "query", **ASK, keep=keep, stream=stream)
             elif what == "fork":
                 forks += 1
                 body = {"id": f"fork-{forks}"}
-                assert told(moving.do(which[0], "fork", **body)) == told(staying.do(which[0], "fork", **body))
-                assert told(moving.do(body["id"], "query", **ASK)) == told(staying.do(body["id"], "query", **ASK))
+                same(which[0], "fork", **body)
+                same(body["id"], "query", **ASK)
                 for cluster in (moving, staying):
                     assert cluster.call("DELETE", f"/{body['id']}").status_code == 200
             elif what == "state":
@@ -186,10 +193,10 @@ def test_a_session_that_moves_answers_as_one_that_never_did(
             elif not engines.silent:
                 engines.silent.add(moving.state(which[0])["replica"])
         for session in SESSIONS:
-            assert told(moving.do(session, "query", **ASK)) == told(staying.do(session, "query", **ASK))
+            same(session, "query", **ASK)
     finally:
-        moving.reset()
-        staying.reset()
+        forget_all(loop, engines)
+        forget_all(loop, steady)
 
 
 def test_a_session_goes_on_where_its_replica_is_gone(cluster: Cluster, engines: Replicas) -> None:
@@ -351,40 +358,34 @@ def test_a_replica_that_is_lost_while_it_takes_a_session_in_is_followed_by_anoth
 
 def test_a_history_that_has_no_room_is_given_up_and_the_error_says_so(loop: Loop, engines: Replicas) -> None:
     cluster = Cluster.of(loop, engines, config=RouterConfig(session_tenant_bytes=3000))
-    try:
-        cluster.open("s", tokens=[5] * 300)
-        cluster.open("other", tokens=[5] * 100)
-        for _ in range(3):
-            assert cluster.do("s", "append", tokens=[6] * 150).status_code == 200
-        assert cluster.state("s")["tokens"] == 750
-        assert cluster.do("s", "query", **ASK).status_code == 200
-        cluster.lose("other")
-        assert cluster.state("other")["tokens"] == 100
-        assert cluster.do("other", "append", tokens=[6] * 300).status_code == 200  # what was given up leaves room
-        loop.run(engines.lose(cluster.state("s")["replica"]))
-        for answer in (cluster.do("s", "append", text="x"), cluster.do("s", "query", **ASK), cluster.call("GET", "/s")):
-            assert error(answer) == (410, "session_lost")
-            assert "session_tenant_bytes" in answer.json()["error"]["message"]
-        assert cluster.open("s").status_code == 200  # its name is free
-    finally:
-        cluster.reset()
+    cluster.open("s", tokens=[5] * 300)
+    cluster.open("other", tokens=[5] * 100)
+    for _ in range(3):
+        assert cluster.do("s", "append", tokens=[6] * 150).status_code == 200
+    assert cluster.state("s")["tokens"] == 750
+    assert cluster.do("s", "query", **ASK).status_code == 200
+    cluster.lose("other")
+    assert cluster.state("other")["tokens"] == 100
+    assert cluster.do("other", "append", tokens=[6] * 300).status_code == 200  # what was given up leaves room
+    loop.run(engines.lose(cluster.state("s")["replica"]))
+    for answer in (cluster.do("s", "append", text="x"), cluster.do("s", "query", **ASK), cluster.call("GET", "/s")):
+        assert error(answer) == (410, "session_lost")
+        assert "session_tenant_bytes" in answer.json()["error"]["message"]
+    assert cluster.open("s").status_code == 200  # its name is free
 
 
 def test_without_histories_a_session_is_lost_with_its_replica(loop: Loop, engines: Replicas) -> None:
     cluster = Cluster.of(loop, engines, config=RouterConfig(session_tenant_bytes=0))
-    try:
-        cluster.open("s", text="Readings:")
-        for _ in range(2):
-            assert cluster.do("s", "append", "k", text="\n1").status_code == 200
-        assert cluster.state("s")["appends"] == 2
-        cluster.lose("s")
-        answer = cluster.do("s", "append", text="x")
-        assert error(answer) == (410, "session_lost")
-        assert "session_tenant_bytes" in answer.json()["error"]["message"]
-        assert cluster.call("DELETE", "/s").status_code == 200
-        assert error(cluster.call("GET", "/s")) == (404, "session_not_found")
-    finally:
-        cluster.reset()
+    cluster.open("s", text="Readings:")
+    for _ in range(2):
+        assert cluster.do("s", "append", "k", text="\n1").status_code == 200
+    assert cluster.state("s")["appends"] == 2
+    cluster.lose("s")
+    answer = cluster.do("s", "append", text="x")
+    assert error(answer) == (410, "session_lost")
+    assert "session_tenant_bytes" in answer.json()["error"]["message"]
+    assert cluster.call("DELETE", "/s").status_code == 200
+    assert error(cluster.call("GET", "/s")) == (404, "session_not_found")
 
 
 def test_where_the_store_has_lost_a_history_the_session_is_lost_or_kept_anew(cluster: Cluster, loop: Loop) -> None:
@@ -403,47 +404,38 @@ def test_where_the_store_has_lost_a_history_the_session_is_lost_or_kept_anew(clu
 
 
 def test_a_tenant_does_not_reach_anothers_session(loop: Loop, engines: Replicas) -> None:
-    tenants = TenantDirectory([Tenant(name, (hash_key(name),)) for name in "ab"], exposed=True)
-    cluster = Cluster.of(loop, engines, tenants=tenants)
+    cluster = Cluster.of(loop, engines, tenants=keyed(*"ab", exposed=True))
 
     def call(who: str, method: str, path: str, **body: object) -> httpx.Response:
         arguments: dict[str, Any] = {"json": body} if body else {}
-        return cluster.call(method, path, headers={"authorization": f"Bearer {who}"}, **arguments)
+        return cluster.call(method, path, headers=bearer(who), **arguments)
 
-    try:
-        assert call("a", "POST", "", model="pocket", id="s", text="secret").status_code == 200
-        loop.run(engines.lose(call("a", "GET", "/s").json()["replica"]))
-        for method, path, body in (
-            ("GET", "/s", {}),
-            ("POST", "/s/append", {"text": "x"}),
-            ("POST", "/s/query", ASK),
-            ("POST", "/s/fork", {"id": "mine"}),
-            ("DELETE", "/s", {}),
-        ):
-            assert error(call("b", method, path, **body)) == (404, "session_not_found")
-        assert call("b", "POST", "", model="pocket", id="s").status_code == 200  # a session of its own
-        assert call("b", "GET", "/s").json()["tokens"] == 0
-        assert call("a", "GET", "/s").json()["tokens"] > 0
-    finally:
-        cluster.reset()
+    assert call("a", "POST", "", model="pocket", id="s", text="secret").status_code == 200
+    loop.run(engines.lose(call("a", "GET", "/s").json()["replica"]))
+    for method, path, body in (
+        ("GET", "/s", {}),
+        ("POST", "/s/append", {"text": "x"}),
+        ("POST", "/s/query", ASK),
+        ("POST", "/s/fork", {"id": "mine"}),
+        ("DELETE", "/s", {}),
+    ):
+        assert error(call("b", method, path, **body)) == (404, "session_not_found")
+    assert call("b", "POST", "", model="pocket", id="s").status_code == 200  # a session of its own
+    assert call("b", "GET", "/s").json()["tokens"] == 0
+    assert call("a", "GET", "/s").json()["tokens"] > 0
 
 
 def test_histories_are_encrypted_where_answers_are(loop: Loop, engines: Replicas, tmp_path: Any) -> None:
-    key_file = tmp_path / "keys"
-    key_file.write_text(base64.b64encode(b"k" * 32).decode())
-    cluster = Cluster.of(loop, engines, RouterConfig(cache_key_file=str(key_file)))
-    try:
-        cluster.open("s", tokens=[900, 901, 902])
-        cluster.do("s", "append", "shown", tokens=[903, 904])
-        cluster.do("s", "questions", **{**ASK, "text": "secret question"})
-        with shared_server().client() as redis:
-            stored = b"".join(redis.lrange(f"{cluster.records.namespace}/records/sessions/default/s", 0, -1))
-        for plain in ((903).to_bytes(4, "little"), b"shown", b"secret", b"appends"):
-            assert plain not in stored
-        cluster.lose("s")
-        assert cluster.state("s")["tokens"] == 5
-    finally:
-        cluster.reset()
+    cluster = Cluster.of(loop, engines, RouterConfig(cache_key_file=key_file(tmp_path)))
+    cluster.open("s", tokens=[900, 901, 902])
+    cluster.do("s", "append", "shown", tokens=[903, 904])
+    cluster.do("s", "questions", **{**ASK, "text": "secret question"})
+    with shared_server().client() as redis:
+        stored = b"".join(redis.lrange(f"{cluster.records.namespace}/records/sessions/default/s", 0, -1))
+    for plain in ((903).to_bytes(4, "little"), b"shown", b"secret", b"appends"):
+        assert plain not in stored
+    cluster.lose("s")
+    assert cluster.state("s")["tokens"] == 5
 
 
 def test_two_routers_over_a_redis_that_is_lost(loop: Loop, engines: Replicas, server: RedisServer) -> None:
@@ -475,6 +467,5 @@ def test_two_routers_over_a_redis_that_is_lost(loop: Loop, engines: Replicas, se
             loop.run(until_async(lambda each=each: not each.degraded))
         assert error(cluster.call("GET", "/s")) == (404, "session_not_found"), "it comes back empty"
     finally:
-        cluster.reset()
         for each in records:
             loop.run(each.close())

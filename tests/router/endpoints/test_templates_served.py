@@ -86,13 +86,10 @@ def test_a_required_call_names_the_settings_where_calls_are_turned_off(tmp_path:
 
 @pytest.mark.parametrize("length", [6, 18, 26])
 def test_a_response_that_was_cut_inside_of_a_call_is_gone_on_with(mapping: httpx.Client, length: int) -> None:
-    tool = {"type": "function", **FUNCTION}
-    first = post(
-        mapping, RESPONSES, input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=length
-    ).json()
-    second = post(
-        mapping, RESPONSES, previous_response_id=first["id"], input="go on", tools=[tool], max_output_tokens=4
-    )
+    asked: Any = {"tools": [{"type": "function", **FUNCTION}]}
+    cut = post(mapping, RESPONSES, input=QUESTION, tool_choice="required", max_output_tokens=length, **asked)
+    asked["previous_response_id"] = cut.json()["id"]
+    second = post(mapping, RESPONSES, input="go on", max_output_tokens=4, **asked)
     assert second.status_code == 200, second.text
 
 
@@ -103,18 +100,14 @@ def test_a_call_whose_arguments_are_no_object_poisons_no_session(
 ) -> None:
     function = {"name": "get_weather", "arguments": arguments}
     if path == CHAT:
-        call = {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "type": "function", "function": function}],
-        }
-        said: Any = {"messages": [ASK, call, {"role": "tool", "tool_call_id": "c", "content": "error"}, ASK]}
-        asked = {**said, "tools": [TOOL], "max_tokens": 4}
+        calls = [{"id": "c", "type": "function", "function": function}]
+        call: Any = {"role": "assistant", "content": None, "tool_calls": calls}
+        said = [ASK, call, {"role": "tool", "tool_call_id": "c", "content": "error"}, ASK]
+        answer = post(mapping, path, messages=said, tools=[TOOL], max_tokens=4)
     else:
         call = {"type": "function_call", "call_id": "c", **function}
-        output = {"type": "function_call_output", "call_id": "c", "output": "error"}
-        asked = {"input": [ASK, call, output, ASK], "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 4}
-    answer = post(mapping, path, **asked)
+        said = [ASK, call, {"type": "function_call_output", "call_id": "c", "output": "error"}, ASK]
+        answer = post(mapping, path, input=said, tools=[{"type": "function", **FUNCTION}], max_output_tokens=4)
     assert answer.status_code == 200, answer.text
 
 

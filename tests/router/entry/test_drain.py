@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 import pytest
 from fake_backend import FORMATS, FakeBackend, World, chat_body
 from waiting import PATIENCE_S
@@ -14,19 +13,13 @@ from holdfast.router.entry.admission import Drain
 pytestmark = pytest.mark.anyio
 
 
-def client(world):
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(world.app, client=("127.0.0.1", 1)), base_url="http://localhost"
-    )
-
-
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/health")]
 )
 async def test_a_call_that_comes_is_refused(method, path):
     world = World(drain=Drain())
     world.drain.begin(100.0)
-    async with client(world) as http:
+    async with world.client() as http:
         answer = await http.request(method, path, json=chat_body())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert int(answer.headers["retry-after"]) > 0
@@ -41,7 +34,7 @@ def half():
 
 async def test_an_answer_that_runs_goes_on_and_ends_with_an_error_when_its_time_is_over():
     world = half()
-    async with client(world) as http:
+    async with world.client() as http:
         running = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
         await asyncio.to_thread(world.backend.started.wait, PATIENCE_S)
         world.drain.begin(100.0)
@@ -58,7 +51,7 @@ async def test_an_answer_that_runs_goes_on_and_ends_with_an_error_when_its_time_
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_a_stream_of_any_format_that_outlives_its_time_ends_once(format_):
     world = half()
-    async with client(world) as http:
+    async with world.client() as http:
         running = asyncio.create_task(http.post(format_.path, json=format_.streamed()))
         await asyncio.to_thread(world.backend.started.wait, PATIENCE_S)
         world.drain.begin(0.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from fake_backend import World, chat_body
+from fake_backend import World, chat_body, http_scope
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -25,9 +25,6 @@ def status(world, messages):
 
     async def scenario():
         coming, sent = list(messages), []
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
-        scope |= {"path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "", "headers": ()}
-        scope |= {"client": ("127.0.0.1", 50000), "server": ("127.0.0.1", 80)}
 
         async def receive():
             if not coming:
@@ -37,7 +34,7 @@ def status(world, messages):
         async def send(message):
             sent.append(message)
 
-        await world.app(scope, receive, send)
+        await world.app(http_scope(PATH), receive, send)
         return sent[0]["status"]
 
     return asyncio.run(scenario())
@@ -83,8 +80,7 @@ def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, othe
         async def receive():
             return parts.pop(0)
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [(name, value)], "query_string": b""}
-        request = Request(scope, receive)
+        request = Request(http_scope(path, headers=[(name, value)]), receive)
         assert await read_body(request, 10, PATIENT, BodyBytes(Shares(64), "acme")) == body
         found = [http.retry_of(request, each) for each in ("idempotency-key", "x-holdfast-delivery")]
         assert [http.retry_of(request, each) for each in ("idempotency-key", "x-holdfast-delivery")] == found

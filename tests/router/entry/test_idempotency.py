@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from fake_backend import CALL, DONE, FORMATS, HELLO, FakeBackend, World, chat_body, config_of
+from fake_backend import CALL, DONE, FORMATS, HELLO, FakeBackend, World, bearer, chat_body, config_of, keyed
 from redis_server import records_away
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
@@ -73,9 +73,9 @@ def test_another_request_under_the_same_key_is_refused(path, body):
 
 
 def test_a_key_is_its_tenants_own():
-    world = World(tenants=TenantDirectory([Tenant(name, (hash_key(name),)) for name in ("acme", "other")]))
+    world = World(tenants=keyed("acme", "other"))
     for name in ("acme", "other"):
-        answer = ask(world, headers={**KEY, "authorization": f"Bearer {name}"})
+        answer = ask(world, headers={**KEY, **bearer(name)})
         assert "idempotent-replayed" not in answer.headers
     assert len(world.backend.requests) == 2
 
@@ -115,6 +115,6 @@ def test_a_store_that_fails_or_is_away_takes_no_answer_away(monkeypatch):
 def test_a_replay_counts_as_a_call():
     tenants = TenantDirectory([Tenant("acme", (hash_key("a"),), limits=TenantLimits(requests_per_minute=3))])
     world = World(tenants=tenants)
-    asked = [ask(world, headers={**KEY, "authorization": "Bearer a"}) for _ in range(4)]
+    asked = [ask(world, headers={**KEY, **bearer("a")}) for _ in range(4)]
     assert [answer.status_code for answer in asked] == [200, 200, 200, 429]
     assert len(world.backend.requests) == 1

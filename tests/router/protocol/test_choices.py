@@ -105,22 +105,6 @@ def test_each_answer_counts_against_the_limits_of_its_tenant():
     assert [ask(n).status_code for n in (3, 4, 3)] == [200, 429, 200]
 
 
-def test_a_tenant_that_wants_no_seed_of_the_prompt_gets_another_answer_each_time():
-    tenant = Tenant("acme", (hash_key("k"),), prompt_seed=False)
-    world = World(tenants=TenantDirectory([tenant]))
-
-    def ask(**fields):
-        answer = world.call("POST", "/v1/chat/completions", json=chat_body(**fields), headers=BY_KEY)
-        return answer.headers["x-holdfast-cache"]
-
-    assert [ask(), ask(n=2)] == ["bypass", "bypass"]
-    assert [ask(temperature=0), ask(temperature=0), ask(seed=5), ask(seed=5)] == ["miss", "hit", "miss", "hit"]
-    seeds = [request.sampling.seed for request in world.backend.requests]
-    assert len(set(seeds[:3])) == 3
-    assert None not in seeds[:3]
-    assert seeds[3:] == [None, 5]
-
-
 def test_the_models_defaults_can_be_left_out():
     for on in (True, False):
         world = World(config=RouterConfig(model_defaults=on))

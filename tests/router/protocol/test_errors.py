@@ -3,7 +3,6 @@ import pickle
 import pkgutil
 from typing import Any
 
-import orjson
 import pytest
 from ray import cloudpickle
 
@@ -24,28 +23,6 @@ from holdfast.router.tenants import TenantLimits
 
 def test_every_kind_has_a_row():
     assert set(TABLE) == {*ErrorKind, *Refusal}
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (InvalidRequestError("no", "temperature"), 400, None),
-        (ErrorInfo(ErrorKind.TOO_LONG, "long"), 400, "context_length_exceeded"),
-        (RefusedError(Refusal.UNAUTHENTICATED, "who"), 401, "invalid_api_key"),
-        (RefusedError(Refusal.NO_MODEL, "what", "model"), 404, "model_not_found"),
-        (RefusedError(Refusal.TOO_LARGE, "big"), 413, "request_too_large"),
-        (ErrorInfo(ErrorKind.INTERNAL, "bug"), 500, "internal_error"),
-        (ReplyError(ErrorInfo(ErrorKind.TIMEOUT, "slow")), 504, "timeout"),
-    ],
-)
-def test_an_error_in_openais_shape(error, status, code):
-    answer = api_error(error)
-    body = orjson.loads(answer.body)["error"]
-    assert answer.status == status
-    assert set(body) == {"message", "type", "param", "code"}
-    assert body["code"] == code
-    assert body["message"] == error.message
-    assert body["param"] == error.field
 
 
 def test_retry_after_is_in_whole_seconds_and_never_too_early():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from fake_backend import World
+from fake_backend import CARD, World
 
 from holdfast.replicas.requests import ChatPrompt
 
@@ -12,9 +12,10 @@ ASK = {"role": "user", "content": "hello"}
 PNG = "data:image/png;base64,iVBORw0KGgo="
 
 
-def sent(path, **body):
+def sent(path, cards=(CARD,), **body):
     """The answer to a request, and the prompt that the replica was given; None where the request was refused."""
     world = World()
+    world.backend.cards = cards
     body = {"model": "pocket", **({"max_tokens": 8} if path == MESSAGES else {}), **body}
     answer = world.call("POST", path, json=body)
     prompt = world.backend.requests[-1].prompt if answer.status_code == 200 else None
@@ -120,22 +121,14 @@ def billing(path, role, nonce):
     line = f"x-anthropic-billing-header: cc_version=2.1.37.{nonce}; cc_entrypoint=cli; cch={nonce};"
     text = f"{line}\nThe user wrote cch=1."
     if role:
-        return {**history(path, [{"role": role, "content": [{"type": TEXT[path], "text": text}]}, ASK])}
+        return history(path, [{"role": role, "content": [{"type": TEXT[path], "text": text}]}, ASK])
     return {**history(path, [ASK]), "instructions" if path == RESPONSES else "system": text}
 
 
-@pytest.mark.parametrize(
-    ("path", "role"),
-    [
-        (CHAT, "system"),
-        (CHAT, "developer"),
-        (RESPONSES, ""),
-        (RESPONSES, "system"),
-        (RESPONSES, "developer"),
-        (MESSAGES, ""),
-        (MESSAGES, "system"),
-    ],
-)
+ROLES = {CHAT: ("system", "developer"), RESPONSES: ("", "system", "developer"), MESSAGES: ("", "system")}
+
+
+@pytest.mark.parametrize(("path", "role"), [(path, role) for path, roles in ROLES.items() for role in roles])
 def test_a_billing_line_leaves_the_prompt_as_it_was(path, role):
     one, other = (messages_of(path, **billing(path, role, nonce)) for nonce in ("fa6", "01a"))
     assert one == other
@@ -151,15 +144,13 @@ def test_a_billing_line_that_a_user_wrote_stays():
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_header_says_that_tools_are_told_in_the_system_prompt(path, as_text):
-    world = World()
-    world.backend.cards = tuple(replace(card, tools_as_text=as_text) for card in world.backend.cards)
+    cards = (replace(CARD, tools_as_text=as_text),)
     tool = {
         CHAT: {"type": "function", "function": {"name": "f"}},
         RESPONSES: {"type": "function", "name": "f"},
         MESSAGES: {"name": "f", "input_schema": {"type": "object"}},
     }[path]
     for tools in ([tool], []):
-        body = {"model": "pocket", **history(path, [ASK]), "tools": tools}
-        answer = world.call("POST", path, json=body | ({"max_tokens": 8} if path == MESSAGES else {}))
+        answer, _ = sent(path, cards, **history(path, [ASK]), tools=tools)
         assert answer.status_code == 200, answer.text
         assert answer.headers.get("x-holdfast-tools") == ("system-prompt" if as_text and tools else None)

@@ -1,9 +1,9 @@
 """`kv_hints`: what is read of them, what is refused by name, and with the shipped model what they change and do not."""
 
-import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 from fake_backend import FakeBackend, World, chat_body
 from kv_audit import check_cache
@@ -14,6 +14,9 @@ from holdfast.replicas.kv.tags import Hint, Label
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.kv_hints import MAX_ACTIONS, MAX_DIRECTIVES, MAX_DURATION_S
 
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
 MESSAGES: Any = [
     {"role": "system", "content": "You are brief."},
     {"role": "user", "content": "Rain?"},
@@ -31,21 +34,21 @@ def envelope(*actions: Any, **more: Any) -> dict[str, Any]:
     return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)} | more
 
 
-def ask(hints: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
+def ask(hints: Any, path: str = CHAT, **more: Any) -> Any:
     world = World(FakeBackend())
     body = chat_body(messages=MESSAGES) if "chat" in path else {"model": "pocket", "prompt": "hi"}
     answer = world.call("POST", path, json=body | {"kv_hints": hints} | more)
     return answer, world.backend.requests
 
 
+USER = {"messages": [1, 3], "tag": "user_query"}
+
+
 @pytest.mark.parametrize(
     ("directive", "hint"),
     [
         ({"messages": [0, 1], "tag": "system_prompt"}, Hint("messages", Label("system_prompt", 80), 0, 1)),
-        (
-            {"messages": [1, 3], "tag": "user_query", "priority": 90, "duration": 7.5},
-            Hint("messages", Label("user_query", 90, 7.5), 1, 3),
-        ),
+        (USER | {"priority": 90, "duration": 7.5}, Hint("messages", Label("user_query", 90, 7.5), 1, 3)),
         ({"start": 4, "end": 9, "priority": 1}, Hint("tokens", Label(priority=1), 4, 9)),
         ({"end": None, "start": 4, "priority": 100, "duration": None}, Hint("tokens", Label(priority=100), 4)),
         ({"priority": 0}, Hint("tokens", Label(priority=-1))),
@@ -125,9 +128,7 @@ def test_they_say_the_same_in_every_format(path: str) -> None:
     answers = world.calls([("POST", path, {"json": plain | {"kv_hints": each}}) for each in (hints, None)])
     assert [each.status_code for each in answers] == [200, 200]
     hinted, unhinted = world.backend.requests
-    assert hinted.hints == (
-        Hint("messages", Label("system_prompt", 80), 0, 1), Hint("reply", Label(priority=7))
-    )  # fmt: skip
+    assert hinted.hints == (Hint("messages", Label("system_prompt", 80), 0, 1), Hint("reply", Label(priority=7)))
     assert (unhinted.hints, unhinted.prompt) == ((), hinted.prompt)
     for wrong in (action({"priority": 1, "messages": [0, 4]}), action({"priority": 101})):
         refused = world.call("POST", path, json=plain | {"kv_hints": envelope(wrong)})
@@ -138,7 +139,7 @@ def test_they_say_the_same_in_every_format(path: str) -> None:
 def test_hints_are_no_part_of_what_decides_an_answer() -> None:
     world = World(FakeBackend())
     for hints in (None, envelope(action({"priority": 9})), envelope()):
-        answer = world.call("POST", "/v1/chat/completions", json=chat_body(temperature=0) | {"kv_hints": hints})
+        answer = world.call("POST", CHAT, json=chat_body(temperature=0) | {"kv_hints": hints})
         assert answer.status_code == 200
     assert len(world.backend.requests) == 1
 
@@ -163,42 +164,47 @@ ABUSE: dict[str, Any] = {
 }
 
 
-def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
+def messages(number: int, agent: int) -> Any:
+    return [
+        {"role": "system", "content": f"You are agent {agent}. " + "Be brief. " * 20},
+        {"role": "user", "content": f"{number}: is it raining in Oslo today? " * 3},
+    ]
+
+
+@asynccontextmanager
+async def engine(config: EngineConfig) -> AsyncIterator[tuple[Any, Any]]:
+    """A new engine, and what posts a body to the router before it. Its books are looked at in the end."""
+    backend = ServiceBackend(config)
+    async with World(backend, config=RouterConfig(response_cache=False)).client() as client:
+
+        async def post(path: str, **body: Any) -> Any:
+            answer = await client.post(path, json=chat_body(**body))
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        yield backend, post
+    await backend.service.close()
+    check_cache(backend.service.engine.cache)
+
+
+async def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
     """What twelve short conversations of two turns answer, in a cache that is too small for them; and their engine."""
-
-    async def run() -> tuple[list[str], Any]:
-        backend = ServiceBackend(config)
-        world = World(backend, config=RouterConfig(response_cache=False))
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        told: list[str] = []
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
-            for turn in range(2):
-                for number in range(12):
-                    messages = [
-                        {"role": "system", "content": f"You are agent {number % 3}. " + "Be brief. " * 20},
-                        {"role": "user", "content": f"{number}: is it raining in Oslo today? " * 3},
-                    ]
-                    messages += [
-                        {"role": "assistant", "content": "It is."},
-                        {"role": "user", "content": "And tomorrow?"},
-                    ][: 2 * turn]
-                    body = chat_body(messages=messages, max_tokens=8, temperature=0, program_id=f"p{number}")
-                    answer = await client.post("/v1/chat/completions", json=body | {"kv_hints": hints})
-                    assert answer.status_code == 200, answer.text
-                    told.append(answer.json()["choices"][0]["message"]["content"])
-        engine = backend.service.engine
-        await backend.service.close()
-        check_cache(engine.cache)
-        return told, engine
-
-    return asyncio.run(run())
+    more = [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "And tomorrow?"}]
+    told: list[str] = []
+    async with engine(config) as (backend, post):
+        for said in ([], more):
+            for number in range(12):
+                body: Any = {"messages": messages(number, number % 3) + said, "program_id": f"p{number}"}
+                body |= {"max_tokens": 8, "temperature": 0, "kv_hints": hints}
+                told.append((await post(CHAT, **body))["choices"][0]["message"]["content"])
+    return told, backend.service.engine
 
 
-def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
-    plain, off = served(EngineConfig(**{**CONFIG, "without": ("kv_tags",)}), None)
+async def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
+    plain, off = await served(EngineConfig(**{**CONFIG, "without": ("kv_tags",)}), None)
     assert sum(off.stats.evicted_by_tag.values()) == off.stats.evicted_by_tag["other"] > 0
     for name, hints in ABUSE.items():
-        told, engine = served(SMALL, hints)
+        told, engine = await served(SMALL, hints)
         assert told == plain, name
         raised = engine.occupancy().cells_raised
         assert raised <= SMALL.cells // 2, name
@@ -211,37 +217,14 @@ def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
 
 
 @pytest.mark.parametrize("hints", [None, envelope(action({"messages": [0, 2], "priority": 90, "duration": 600}))])
-def test_a_prefill_tags_what_is_cached_anew_between_two_turns(hints: Any) -> None:
+async def test_a_prefill_tags_what_is_cached_anew_between_two_turns(hints: Any) -> None:
     """What it names outlives others that were used later; without hints only the handle's own time protects it."""
-
-    def messages(number: int) -> Any:
-        return [
-            {"role": "system", "content": f"{number}. " + "Be brief. " * 20},
-            {"role": "user", "content": f"{number}: is it raining in Oslo today? " * 3},
-        ]
-
-    async def run() -> Any:
-        backend = ServiceBackend(SMALL)
-        world = World(backend, config=RouterConfig(response_cache=False))
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
-
-            async def post(path: str, number: int, **more: Any) -> Any:
-                body = chat_body(messages=messages(number), program_id=f"p{number}", **more)
-                answer = await client.post(path, json=body)
-                assert answer.status_code == 200, answer.text
-                return answer.json()
-
-            chat = "/v1/chat/completions"
-            await post(chat, 0, max_tokens=8)
-            await post("/v1/prefills", 0, keep_s=0.001, kv_hints=hints)
-            for number in range(1, 13):
-                await post(chat, number, max_tokens=8)
-            usage = (await post(chat, 0, max_tokens=8))["usage"]
-        await backend.service.close()
-        check_cache(backend.service.engine.cache)
-        return usage
-
-    usage = asyncio.run(run())
+    async with engine(SMALL) as (_, post):
+        first: Any = {"messages": messages(0, 0), "program_id": "p0"}
+        await post(CHAT, **first, max_tokens=8)
+        await post("/v1/prefills", **first, keep_s=0.001, kv_hints=hints)
+        for number in range(1, 13):
+            await post(CHAT, messages=messages(number, number), program_id=f"p{number}", max_tokens=8)
+        usage = (await post(CHAT, **first, max_tokens=8))["usage"]
     kept = usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
     assert kept > 0.9 if hints else kept < 0.5

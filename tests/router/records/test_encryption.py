@@ -3,30 +3,24 @@
 import asyncio
 import base64
 import secrets
+from pathlib import Path
 
 import pytest
-from fake_backend import HELLO, FakeBackend, World
-from redis_server import RedisServer, shared_records, shared_server
+from fake_backend import HELLO, FakeBackend, World, bearer, keyed
+from redis_server import RedisServer, key_file, shared_records, shared_server
 from waiting import until_async
 
 from holdfast.replicas.requests import ReasoningDelta
 from holdfast.router.config import RouterConfig
 from holdfast.router.records.store import Encryption, Records, RedisAddress
 from holdfast.router.records.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 pytestmark = pytest.mark.anyio
 
 
-def key_file(folder, *keys):
-    path = folder / "keys"
-    path.write_text("\n".join(base64.b64encode(key).decode() for key in keys) + "\n")
-    return path
-
-
 def test_redis_has_no_answer_that_could_be_read(tmp_path):
     def world(*keys):
-        config = RouterConfig(cache_key_file=str(key_file(tmp_path, *keys)) if keys else "")
+        config = RouterConfig(cache_key_file=key_file(tmp_path, *keys) if keys else "")
         return World(config=config, records=shared_records(first, key_file=config.cache_key_file))
 
     def result(*keys):
@@ -44,13 +38,13 @@ def test_redis_has_no_answer_that_could_be_read(tmp_path):
 # ---- what clients keep ----
 
 THOUGHT = ((ReasoningDelta("Private thoughts."),), *HELLO)
-TENANTS = TenantDirectory([Tenant("acme", (hash_key("a"),)), Tenant("other", (hash_key("o"),))])
+TENANTS = keyed("acme", "other")
 PLAIN = "hf1." + base64.b64encode(b"Private thoughts.").decode()  # as servers without a key file once gave it out
 
 
-def ask(world, key="a", **body):
+def ask(world, key="acme", **body):
     body = {"model": "pocket", "input": "hello", "store": False, **body}
-    return world.call("POST", "/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
+    return world.call("POST", "/v1/responses", json=body, headers=bearer(key))
 
 
 def thoughts(world, **body):
@@ -70,17 +64,17 @@ def shown(world):
 
 @pytest.mark.parametrize("filed", [False, True])
 def test_items_are_sealed_and_their_tenants_own(tmp_path, filed):
-    config = RouterConfig(cache_key_file=str(key_file(tmp_path, bytes(32))) if filed else "")
+    config = RouterConfig(cache_key_file=key_file(tmp_path) if filed else "")
     world = World(FakeBackend(THOUGHT), TENANTS, config)
     compaction = ask(world, input=[{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]).json()
     for kind, content in (("reasoning", thoughts(world)), ("compaction", compaction["output"][0]["encrypted_content"])):
         assert b"Private" not in base64.b64decode(content.split(".")[1])
         assert ask(world, input=said(content, kind)).status_code == 200
         assert shown(world) == (["Private thoughts."] if kind == "reasoning" else [])
-        answer = ask(world, "o", input=said(content, kind))
+        answer = ask(world, "other", input=said(content, kind))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.1.encrypted_content")
-        disguised = content.rpartition(".")[0] + "." + thoughts(world, key="o").rpartition(".")[2]
-        assert ask(world, "o", input=said(disguised, kind)).status_code == (200 if kind == "reasoning" else 400)
+        disguised = content.rpartition(".")[0] + "." + thoughts(world, key="other").rpartition(".")[2]
+        assert ask(world, "other", input=said(disguised, kind)).status_code == (200 if kind == "reasoning" else 400)
         assert shown(world) == []
 
 
@@ -94,9 +88,9 @@ def test_thoughts_that_nobody_can_read_are_left_out_and_a_compaction_is_refused(
 
 
 def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path):
-    path = key_file(tmp_path, bytes(32))
-    sealed = Encryption(path).encrypt("items/acme", b"Earlier thoughts.")
-    world = World(tenants=TENANTS, config=RouterConfig(cache_key_file=str(path)))
+    path = key_file(tmp_path)
+    sealed = Encryption(Path(path)).encrypt("items/acme", b"Earlier thoughts.")
+    world = World(tenants=TENANTS, config=RouterConfig(cache_key_file=path))
     assert ask(world, input=said("hf1." + base64.b64encode(sealed).decode())).status_code == 200
     assert shown(world) == ["Earlier thoughts."]
 

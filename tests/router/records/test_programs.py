@@ -128,18 +128,6 @@ async def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings
     assert (await two.begin("acme/p")).program.turns == 0
 
 
-async def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own(routers):
-    one, two = routers.tables
-    first = await turn(one, "acme/p", tools="ls")
-    second = await two.begin("acme/p")
-    run = await two.end(second, "r1", over=True)
-    assert run is not None
-    assert run.turns == 2
-    third = await one.begin("acme/p")
-    assert first.program.arrival == second.program.arrival < third.program.arrival
-    assert (third.program.turns, third.program.answered_turns) == (2, 2)
-
-
 async def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none(routers):
     one, two = routers.tables
     assert await two.look("acme/p") is None
@@ -170,17 +158,6 @@ async def test_a_pause_is_measured_once_and_by_redis_clock():
         (pause,) = [each.pause for each in both if each.pause is not None]
         assert (pause.tools, pause.seconds) == ("grep,sed", 2.0)
         assert both[0].program.arrival == 100.0
-
-
-async def test_a_program_that_rested_long_begins_a_new_run_and_ends_no_pause():
-    now = [100.0]
-    async with Routers(clock=lambda: now[0]) as routers:
-        one, _ = routers.tables
-        await turn(one, "acme/p", tools="ls")
-        now[0] += 3601.0
-        begun = await one.begin("acme/p")
-        program = begun.program
-        assert (begun.pause, program.arrival, program.run_turns, program.answered_turns) == (None, 3701.0, 1, 1)
 
 
 async def test_a_program_is_forgotten_a_while_after_its_last_turn(routers):

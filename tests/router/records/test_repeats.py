@@ -71,9 +71,7 @@ def test_a_fresh_draw_has_a_seed_of_its_own_and_no_answer_of_another(form, asked
     world = World()
     plain = world.call("POST", form.path, json=body_of(form))
     for _ in range(2):
-        fresh = world.call(
-            "POST", form.path, json=body_of(form, **asked.get("body", {})), headers=asked.get("headers", {})
-        )
+        fresh = world.call("POST", form.path, json=body_of(form, **asked.get("body", {})), headers=asked.get("headers"))
         assert (fresh.status_code, fresh.headers["x-holdfast-cache"]) == (200, "bypass")
     assert plain.headers["x-holdfast-cache"] == "miss"
     seeds = [request.sampling.seed for request in world.backend.requests]
@@ -140,4 +138,6 @@ def test_without_prompt_seeds_every_sampled_answer_is_a_fresh_one(form, of):
 def test_without_prompt_seeds_an_answer_of_a_seed_is_cached():
     world = World()
     world.backend.cards = (replace(CARD, prompt_seed=False),)
-    assert [world.chat(seed=3).headers["x-holdfast-cache"] for _ in range(2)] == ["miss", "hit"]
+    asked = ({"seed": 3}, {"seed": 3}, {"n": 2})
+    assert [world.chat(**body).headers["x-holdfast-cache"] for body in asked] == ["miss", "hit", "bypass"]
+    assert len({request.sampling.seed for request in world.backend.requests} - {None}) == 3

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager
 
-import httpx
 import hypothesis.strategies as st
 import pytest
 from fake_backend import DONE, USAGE, FakeBackend, World, chat_body, config_of
@@ -42,8 +41,7 @@ class Gated(FakeBackend):
 @asynccontextmanager
 async def client(world):
     """Starts chat completions, each with a client of its own that may leave."""
-    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with world.client() as http:
 
         def chat(headers=None, **body):
             call = http.post("/v1/chat/completions", json=chat_body(**body), headers=headers or {})
@@ -214,10 +212,9 @@ class Crowd(RuleBasedStateMachine):
             if number in self.leads:
                 self.leads[number].end(key)
         except BaseException as error:
+            told = ClientGoneError() if isinstance(error, asyncio.CancelledError) else error
             for lead in adopted:
-                lead.__exit__(ClientGoneError, ClientGoneError(), None) if isinstance(
-                    error, asyncio.CancelledError
-                ) else lead.__exit__(type(error), error, None)
+                lead.__exit__(type(told), told, None)
         finally:
             self.ended[number] += 1
             self.leads.pop(number, None)

@@ -6,6 +6,8 @@ import pytest
 from holdfast.router.protocol.errors import ClientGoneError
 from holdfast.router.streaming.event_stream import Connection, EventStream, until_disconnect
 
+pytestmark = pytest.mark.anyio
+
 
 class Client:
     """Both ends of an ASGI connection. `leave` is what a closed socket looks like to the application."""
@@ -65,145 +67,117 @@ async def run(source, client, **settings):
     await stream({"type": "http"}, client.receive, client.send)
 
 
-def test_a_stream_is_sent_to_its_end_and_closed():
-    async def scenario():
-        client, source = Client(), Source(b"a", b"b")
-        await run(source, client)
-        assert (client.body, source.closed) == (b"ab", 1)
-        assert client.sent[0]["status"] == 200
-        assert not client.sent[-1]["more_body"]
-
-    asyncio.run(scenario())
+async def test_a_stream_is_sent_to_its_end_and_closed():
+    client, source = Client(), Source(b"a", b"b")
+    await run(source, client)
+    assert (client.body, source.closed) == (b"ab", 1)
+    assert client.sent[0]["status"] == 200
+    assert not client.sent[-1]["more_body"]
 
 
-def test_a_client_that_leaves_closes_the_source():
-    async def scenario():
-        client, source = Client(), Source(b"a", asyncio.Event())
-        task = asyncio.create_task(run(source, client))
-        await asyncio.sleep(0)
-        client.leave()
+async def test_a_client_that_leaves_closes_the_source():
+    client, source = Client(), Source(b"a", asyncio.Event())
+    task = asyncio.create_task(run(source, client))
+    await asyncio.sleep(0)
+    client.leave()
+    await task
+    assert source.closed == 1
+
+
+async def test_a_socket_that_breaks_closes_the_source():
+    client, source = Client(fail_send=True), Source(b"a", b"b")
+    await run(source, client)
+    assert source.closed == 1
+
+
+async def test_a_client_that_takes_nothing_closes_the_source():
+    client, source = Client(), Source(b"a", b"b")
+
+    async def blocked(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    await EventStream(source, Connection(client.receive), 0.01)({"type": "http"}, client.receive, blocked)
+    assert (source.closed, source.chunks) == (1, [b"b"])
+
+
+async def test_a_source_may_be_slow():
+    client, late = Client(), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, late.set)
+    await run(Source(b"a", Late(late)), client, stall_s=0.01)
+    assert client.body == b"alate"
+
+
+async def test_a_source_that_is_silent_for_long_is_heard_of_again_and_again():
+    client, late = Client(), asyncio.Event()
+    told = client.send
+
+    async def send(message):
+        await told(message)
+        if client.body.count(b":") == 3:
+            late.set()
+
+    client.send = send
+    await run(Source(b"a", Late(late)), client, silence_s=0.001)
+    assert client.body.startswith(b"a" + b":\n\n" * 3)
+    assert client.body.endswith(b"late")
+    assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def test_a_server_that_stops_closes_the_source():
+    client, source = Client(), Source(asyncio.Event())
+    task = asyncio.create_task(run(source, client))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert source.closed == 1
-
-    asyncio.run(scenario())
+    assert source.closed == 1
 
 
-def test_a_socket_that_breaks_closes_the_source():
-    async def scenario():
-        client, source = Client(fail_send=True), Source(b"a", b"b")
-        await run(source, client)
-        assert source.closed == 1
+async def test_work_goes_on_until_the_client_goes():
+    client, cancelled = Client(), []
 
-    asyncio.run(scenario())
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
 
+    async def quick():
+        return 5
 
-def test_a_client_that_takes_nothing_closes_the_source():
-    async def scenario():
-        client, source = Client(), Source(b"a", b"b")
+    async def fails():
+        raise ZeroDivisionError
 
-        async def blocked(message):
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        await EventStream(source, Connection(client.receive), 0.01)({"type": "http"}, client.receive, blocked)
-        assert (source.closed, source.chunks) == (1, [b"b"])
-
-    asyncio.run(scenario())
-
-
-def test_a_source_may_be_slow():
-    async def scenario():
-        client, late = Client(), asyncio.Event()
-        asyncio.get_running_loop().call_later(0.05, late.set)
-        await run(Source(b"a", Late(late)), client, stall_s=0.01)
-        assert client.body == b"alate"
-
-    asyncio.run(scenario())
+    assert await until_disconnect(client.receive, quick()) == 5
+    with pytest.raises(ZeroDivisionError):
+        await until_disconnect(client.receive, fails())
+    asyncio.get_running_loop().call_soon(client.leave)
+    with pytest.raises(ClientGoneError):
+        await until_disconnect(client.receive, forever())
+    assert cancelled == [True]
 
 
-def test_a_source_that_is_silent_for_long_is_heard_of_again_and_again():
-    async def scenario():
-        client, late = Client(), asyncio.Event()
-        told = client.send
-
-        async def send(message):
-            await told(message)
-            if client.body.count(b":") == 3:
-                late.set()
-
-        client.send = send
-        await run(Source(b"a", Late(late)), client, silence_s=0.001)
-        assert client.body.startswith(b"a" + b":\n\n" * 3)
-        assert client.body.endswith(b"late")
-        assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
-
-    asyncio.run(scenario())
-
-
-def test_a_server_that_stops_closes_the_source():
-    async def scenario():
-        client, source = Client(), Source(asyncio.Event())
-        task = asyncio.create_task(run(source, client))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert source.closed == 1
-
-    asyncio.run(scenario())
-
-
-def test_work_goes_on_until_the_client_goes():
-    async def scenario():
-        client, cancelled = Client(), []
-
-        async def forever():
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(True)
-                raise
-
-        async def quick():
-            return 5
-
-        async def fails():
-            raise ZeroDivisionError
-
-        assert await until_disconnect(client.receive, quick()) == 5
-        with pytest.raises(ZeroDivisionError):
-            await until_disconnect(client.receive, fails())
-        asyncio.get_running_loop().call_soon(client.leave)
-        with pytest.raises(ClientGoneError):
-            await until_disconnect(client.receive, forever())
-        assert cancelled == [True]
-
-    asyncio.run(scenario())
-
-
-def test_what_a_client_waits_for_is_done_in_its_task():
+async def test_what_a_client_waits_for_is_done_in_its_task():
     """A task more would cost turns of the event loop before the first event."""
+    client = Client()
+    connection = Connection(client.receive)
 
-    async def scenario():
-        client = Client()
-        connection = Connection(client.receive)
+    async def task():
+        return asyncio.current_task()
 
-        async def task():
-            return asyncio.current_task()
+    async def late():
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
 
-        async def late():
-            async with asyncio.timeout(0):
-                await asyncio.Event().wait()
-
-        assert await connection.during(task()) is asyncio.current_task()
-        with pytest.raises(TimeoutError):  # the work's own
-            await connection.during(late())
-        client.leave()
-        with pytest.raises(ClientGoneError):
-            await connection.during(asyncio.Event().wait())
-        with pytest.raises(ClientGoneError):
-            await connection.during(asyncio.Event().wait())
-        connection.close()
-        assert not asyncio.current_task().cancelling()
-
-    asyncio.run(scenario())
+    assert await connection.during(task()) is asyncio.current_task()
+    with pytest.raises(TimeoutError):  # the work's own
+        await connection.during(late())
+    client.leave()
+    with pytest.raises(ClientGoneError):
+        await connection.during(asyncio.Event().wait())
+    with pytest.raises(ClientGoneError):
+        await connection.during(asyncio.Event().wait())
+    connection.close()
+    assert not asyncio.current_task().cancelling()

@@ -5,10 +5,9 @@ import json
 from collections.abc import AsyncGenerator
 
 import anthropic
-import httpx
 import openai
 import pytest
-from fake_backend import FORMATS, HELLO, FakeBackend, World
+from fake_backend import FORMATS, HELLO, FakeBackend, World, http_scope
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, GenerateRequest, Started
@@ -117,47 +116,37 @@ def test_what_is_refused_at_once_has_its_status(format_, monkeypatch):
     assert world.call("POST", format_.path, json=format_.streamed()).status_code == 429
 
 
-def test_a_client_that_leaves_while_it_waits_is_noticed():
-    async def scenario():
-        world, gone = World(), asyncio.Event()
-        world.backend.stall = 0
-        body = json.dumps({**MESSAGE, "stream": True}).encode()
-        asked = [{"type": "http.request", "body": body, "more_body": False}]
-        head = {"type": "http", "method": "POST", "path": "/v1/messages", "raw_path": b"", "query_string": b""}
-        scope = {**head, "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "scheme": "http"}
+@pytest.mark.anyio
+async def test_a_client_that_leaves_while_it_waits_is_noticed():
+    world, gone = World(), asyncio.Event()
+    world.backend.stall = 0
+    asked = [{"type": "http.request", "body": json.dumps({**MESSAGE, "stream": True}).encode(), "more_body": False}]
 
-        async def receive():
-            if asked:
-                return asked.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def receive():
+        if asked:
+            return asked.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message):
-            if message.get("body") == COMMENT:
-                gone.set()
+    async def send(message):
+        if message.get("body") == COMMENT:
+            gone.set()
 
-        await asyncio.wait_for(world.app(scope, receive, send), 60)
-        assert world.backend.aborted.is_set()
-        assert (world.outcomes(), world.in_flight(), world.backend.open_streams) == ({"aborted": 1}, 0, 0)
-
-    asyncio.run(scenario())
+    await asyncio.wait_for(world.app(http_scope("/v1/messages"), receive, send), 60)
+    assert world.backend.aborted.is_set()
+    assert (world.outcomes(), world.in_flight(), world.backend.open_streams) == ({"aborted": 1}, 0, 0)
 
 
-def test_who_waits_for_the_answer_to_an_equal_request_hears_of_it():
-    world = SlowWorld(BEGUN)
-
-    async def scenario():
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
-            ask = {"json": FORMATS[0].streamed()}
-            return await asyncio.gather(*(client.post(FORMATS[0].path, **ask) for _ in range(3)))
-
-    answers = asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_who_waits_for_the_answer_to_an_equal_request_hears_of_it():
+    world, form = SlowWorld(BEGUN), FORMATS[0]
+    async with world.client() as client:
+        answers = await asyncio.gather(*(client.post(form.path, json=form.streamed()) for _ in range(3)))
     assert len(world.backend.requests) == 1
-    assert [answer.status_code for answer in answers] == [200] * 3
     for answer in answers:
+        assert answer.status_code == 200
         assert answer.text.startswith(COMMENT.decode())
-        assert FORMATS[0].ends(plain(answer.text)) == [FORMATS[0].whole]
+        assert form.ends(plain(answer.text)) == [form.whole]
     results = sorted(answer.headers["x-holdfast-cache"] for answer in answers)
     assert results[:2] == ["joined", "joined"]  # the one that computes may begin to look before it knows
 

@@ -12,33 +12,30 @@ from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.records.stored_responses import StoredResponses
 from holdfast.router.streaming.turn_stream import TurnStream
 
-PATIENT = 60.0  # seconds a slow machine may take
+pytestmark = pytest.mark.anyio
 
 
-def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for():
-    async def scenario():
-        written = asyncio.Event()
+async def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for():
+    written = asyncio.Event()
 
-        class Noting(ChatEncoder):
-            def opening(self):
-                written.set()
-                return super().opening()
+    class Noting(ChatEncoder):
+        def opening(self):
+            written.set()
+            return super().opening()
 
-        async def batches():
-            await written.wait()
-            yield Batch("r1", HELLO[0])
-            yield Batch("r1", (DONE,))
+    async def batches():
+        await written.wait()
+        yield Batch("r1", HELLO[0])
+        yield Batch("r1", (DONE,))
 
-        async def answered(replica_id, answer):
-            return
+    async def answered(replica_id, answer):
+        return
 
-        encoder = Noting("chatcmpl-1", 0, CARD.name, False)
-        stream = TurnStream(batches(), [encoder], begun(), Drain(), answered)
-        await asyncio.wait_for(stream.start(), PATIENT)
-        assert (await stream.next()).count(b'"role"') == 1
-        await stream.close()
-
-    asyncio.run(scenario())
+    encoder = Noting("chatcmpl-1", 0, CARD.name, False)
+    stream = TurnStream(batches(), [encoder], begun(), Drain(), answered)
+    await asyncio.wait_for(stream.start(), 60.0)  # seconds a slow machine may take
+    assert (await stream.next()).count(b'"role"') == 1
+    await stream.close()
 
 
 UNWRITABLE = TextDelta("\ud800")  # no encoder can make JSON of half a character

@@ -84,6 +84,26 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+async def full(**config: Any) -> tuple[AffinityRouter, Any, PendingRequest]:
+    """A router, its only replica, and the turn that this serves."""
+    made, (a,) = waiting_for("a", **config)
+    first = turn("t/p", 1.0)
+    assert (await made.choose(first)).replica_id is a.replica_id
+    return made, a, first
+
+
+async def waits(made: AffinityRouter, *requests: PendingRequest, **again: bool) -> list[asyncio.Task[Any]]:
+    """These calls, none of which has a replica yet."""
+    tasks = [asyncio.create_task(made.choose(each, **again)) for each in requests]
+    await turns()
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def ends(made: AffinityRouter, request: PendingRequest, at: ReplicaID) -> None:
+    made.on_request_completed(at, request.metadata.internal_request_id)
+
+
 WEIGHT_NAMES = {field.name for field in fields(Weights)}
 
 
@@ -133,14 +153,12 @@ def bound(program: str, home: str) -> PendingRequest:
 
 
 async def test_a_bound_turn_waits_for_its_home_however_much_room_there_is_elsewhere() -> None:
-    made, _ = waiting_for("a", "b", patience_s=0.0)
+    made, (a, _) = waiting_for("a", "b", patience_s=0.0)
     one = bound("t/one", "a")
-    first = await made.choose(one)
-    second = asyncio.create_task(made.choose(bound("t/two", "a")))
-    await turns()
-    assert not second.done()
-    made.on_request_completed(first.replica_id, one.metadata.internal_request_id)
-    assert (await second).replica_id.unique_id == "a"
+    await made.choose(one)
+    [second] = await waits(made, bound("t/two", "a"))
+    ends(made, one, a.replica_id)
+    assert (await second).replica_id is a.replica_id
 
 
 async def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(
@@ -152,11 +170,10 @@ async def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(
         await made.choose(bound("t/p", "gone"))
     # It waits when its home goes: another replica's slot is no use.
     await made.choose(bound("t/one", "a"))
-    waits = asyncio.create_task(made.choose(bound("t/two", "a")))
-    await turns()
+    [waiting] = await waits(made, bound("t/two", "a"))
     lists(made, [b])
     with pytest.raises(SessionLostError):
-        await waits
+        await waiting
     assert made._queue.take("b", "another")  # it holds no slot there
 
 
@@ -189,10 +206,9 @@ async def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(
 
 async def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -> None:
     made, (a,) = waiting_for("a")
-    waits = asyncio.create_task(made.choose(bound("t/p", "new")))
-    await turns()
+    [waiting] = await waits(made, bound("t/p", "new"))
     lists(made, [a, replica("new")])
-    assert (await waits).replica_id.unique_id == "new"
+    assert (await waiting).replica_id.unique_id == "new"
 
 
 async def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> None:
@@ -267,7 +283,7 @@ def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[t
         waiting = [asyncio.create_task(wait(number)) for number in range(len(asked))]
         for _ in asked:
             await turns()
-            made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+            ends(made, holder, a.replica_id)
             await turns()
             holder = asked[served[-1]]
         await asyncio.gather(*waiting)
@@ -301,13 +317,13 @@ async def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard
             served.append(request.args[0].scope)
             now[0] += 1.0
             await asyncio.sleep(0)
-            made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+            ends(made, request, a.replica_id)
 
         asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
         waiting = [asyncio.create_task(ask(each)) for each in asked]
         await turns()
         RoutersShares(health).learn({"interactive/b": heard})
-        made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+        ends(made, holder, a.replica_id)
         await asyncio.gather(*waiting)
     assert "".join(served) == order
 
@@ -325,11 +341,11 @@ async def test_in_line_a_program_with_many_forks_has_one_turn() -> None:
         await made.choose(request)
         served.append(request.metadata.session_id)
         await asyncio.sleep(0)
-        made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+        ends(made, request, a.replica_id)
 
     asked = [asyncio.create_task(ask(each)) for each in (*forks, *others)]
     await turns()
-    made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+    ends(made, holder, a.replica_id)
     await asyncio.gather(*asked)
     assert served[:4] == ["t/fork0", "t/other0", "t/other1", "t/other2"]
 
@@ -350,21 +366,14 @@ async def test_a_request_waits_in_line_no_longer_than_its_client() -> None:
 
 
 async def test_a_new_program_that_would_wait_too_long_is_refused_at_once() -> None:
-    made, _ = waiting_for("a")
-    first = turn("first", 1.0)
-    await made.choose(first)
-    waits = asyncio.create_task(made.choose(turn("second", 2.0)))
-    await turns()
+    made, _, _ = await full()
+    await waits(made, turn("second", 2.0))
     for _ in range(10):
         made._queue._gap.add(3.0)
     with pytest.raises(DeadlineError) as refused:
         await made.choose(within(turn("third", 3.0), 2.0))
     assert refused.value.retry_after_s == pytest.approx(4.0, abs=0.5)
-    goes_on = asyncio.create_task(made.choose(within(turn("old", 0.5), 2.0, turns_before=3)))
-    await turns()
-    assert not goes_on.done(), "its place is before theirs"
-    for task in (waits, goes_on):
-        task.cancel()
+    await waits(made, within(turn("old", 0.5), 2.0, turns_before=3))  # its place is before theirs
 
 
 async def test_a_request_is_sent_with_its_replica_and_what_is_left_of_its_time() -> None:
@@ -400,18 +409,14 @@ async def test_why_turns_went_where_they_went_is_counted() -> None:
 
 
 async def test_a_rejected_request_comes_before_younger_programs() -> None:
-    made, (a,) = waiting_for("a")
-    old, young = turn("t/old", 1.0), turn("t/young", 2.0)
-    assert (await made.choose(old)).replica_id is a.replica_id
-    younger = asyncio.create_task(made.choose(young))
-    await turns()
+    made, a, old = await full()
+    [younger] = await waits(made, turn("t/young", 2.0))
     made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
-    again = asyncio.create_task(made.choose(old, is_retry=True))
-    await turns()
-    made.on_request_completed(a.replica_id, old.metadata.internal_request_id)  # of the rejected try
+    [again] = await waits(made, old, is_retry=True)
+    ends(made, old, a.replica_id)  # the rejected try
     assert (await again).replica_id is a.replica_id
     assert not younger.done()
-    made.on_request_completed(a.replica_id, old.metadata.internal_request_id)
+    ends(made, old, a.replica_id)
     assert (await younger).replica_id is a.replica_id
 
 
@@ -419,47 +424,36 @@ async def test_programs_go_on_elsewhere_when_their_replica_dies() -> None:
     made, (a, b) = waiting_for("a", "b")
     made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
     assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-    waiting = asyncio.create_task(made.choose(turn("t/p", 1.0)))
-    await turns()
-    assert not waiting.done()
+    [waiting] = await waits(made, turn("t/p", 1.0))
     made.on_replica_actor_died(a.replica_id)
     assert (await waiting).replica_id is b.replica_id
 
 
 async def test_too_many_and_too_long_are_refused() -> None:
-    made, (a,) = waiting_for("a", max_waiting=1)
-    first = turn("t/p", 1.0)
-    assert (await made.choose(first)).replica_id is a.replica_id
+    made, a, first = await full(max_waiting=1)
     with pytest.raises(OverloadedError):
         await made.choose(turn("t/late", 1.0, waited_s=1e6))
-    waiting = asyncio.create_task(made.choose(turn("t/q", 1.0)))
-    await turns()
+    [waiting] = await waits(made, turn("t/q", 1.0))
     with pytest.raises(OverloadedError):
         await made.choose(turn("t/r", 1.0))
-    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    ends(made, first, a.replica_id)
     assert (await waiting).replica_id is a.replica_id
 
 
 async def test_a_clock_that_is_set_refuses_nobody() -> None:
-    made, (a,) = waiting_for("a")
-    first = turn("t/p", 1.0)
-    assert (await made.choose(first)).replica_id is a.replica_id
+    made, a, first = await full()
     steps = [turn("t/q", 1.0), turn("t/r", 1.0)]
     for request, step in zip(steps, (-1e6, 1e6), strict=True):
         request.created_at += step
-    one, two = [asyncio.create_task(made.choose(request)) for request in steps]
-    await turns()
-    assert len(made._queue) == 2
-    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    one, two = await waits(made, *steps)
+    ends(made, first, a.replica_id)
     assert (await one).replica_id is a.replica_id
-    made.on_request_completed(a.replica_id, steps[0].metadata.internal_request_id)
+    ends(made, steps[0], a.replica_id)
     assert (await two).replica_id is a.replica_id
 
 
 async def test_a_refused_request_has_waited_since_it_first_came() -> None:
-    made, (a,) = waiting_for("a", queue_timeout_s=30.0)
-    request = turn("t/p", 1.0)
-    assert (await made.choose(request)).replica_id is a.replica_id
+    made, a, request = await full(queue_timeout_s=30.0)
     made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
     Pending.of(request).arrived -= 40.0
     with pytest.raises(OverloadedError):
@@ -467,32 +461,23 @@ async def test_a_refused_request_has_waited_since_it_first_came() -> None:
 
 
 async def test_who_waits_when_the_last_replica_dies_is_told_that_there_is_none() -> None:
-    made, (a,) = waiting_for("a", no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
-    made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-    assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-    requests = [turn("t/p", 1.0), turn("t/q", 1.0)]  # one waits for its own replica, one for any
-    waiting = [asyncio.create_task(made.choose(request)) for request in requests]
-    await turns()
-    assert len(made._queue) == 2
+    made, a, first = await full(no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
+    made.on_request_routed(first, a.replica_id, None)
+    waiting = await waits(made, turn("t/p", 1.0), turn("t/q", 1.0))  # one for its own replica, one for any
     made.on_replica_actor_died(a.replica_id)
     for each in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(each, UnavailableError)
 
 
 async def test_calls_that_are_no_turns_go_first_and_broadcasts_take_no_slot() -> None:
-    made, (a,) = waiting_for("a")
-    first = turn("t/p", 1.0)
-    assert (await made.choose(first)).replica_id is a.replica_id
-    other = asyncio.create_task(made.choose(turn("t/q", 1.0)))
-    card = asyncio.create_task(made.choose(pending("")))
-    await turns()
+    made, a, first = await full()
+    other, card = await waits(made, turn("t/q", 1.0), pending(""))
     made.on_request_completed(a.replica_id, "a broadcast")
     await turns()
     assert not card.done()
-    made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+    ends(made, first, a.replica_id)
     assert (await card).replica_id is a.replica_id
     assert not other.done()
-    other.cancel()
 
 
 async def test_what_replicas_say_that_they_have_decides_for_new_programs() -> None:
@@ -508,8 +493,8 @@ async def test_what_replicas_say_that_they_have_decides_for_new_programs() -> No
         made.on_request_routed(request, each.replica_id, None)
         accepted.append(request)
     assert await first_choice(made, [a, b], pending("")) == "b"
-    made.on_request_completed(a.replica_id, accepted[0].metadata.internal_request_id)
-    made.on_request_completed(b.replica_id, accepted[1].metadata.internal_request_id)
+    ends(made, accepted[0], a.replica_id)
+    ends(made, accepted[1], b.replica_id)
     assert await first_choice(made, [a, b], pending("")) == "b"
 
 
@@ -520,7 +505,7 @@ async def test_what_a_replica_said_when_a_request_came_that_is_over_says_nothing
     await first_choice(made, [a, b], pending(""))
     request = turn("t/p", 1.0)
     home = (await made.choose(request)).replica_id
-    made.on_request_completed(home, request.metadata.internal_request_id)
+    ends(made, request, home)
     made.on_new_queue_len_info(home, 4)
     made.on_request_routed(request, home, None)
     assert made._placement.balance == 1.0  # nothing is in hand anywhere
@@ -542,11 +527,11 @@ def test_homes_forget_the_program_routed_longest_ago() -> None:
 
 
 async def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
-    made, (one, _two) = waiting_for("one", "two", patience_s=0.0)
+    made, (one, _) = waiting_for("one", "two", patience_s=0.0)
     assert (made.stats.replicas, made.stats.joined) == (2, 2)
-    taken = [await made.choose(turn("a", 1.0)) for _ in range(2)]
-    task = asyncio.create_task(made.choose(turn("b", 2.0)))
-    await turns()
+    for _ in range(2):
+        await made.choose(turn("a", 1.0))
+    [task] = await waits(made, turn("b", 2.0))
     assert made.stats.waiting == 1
     lists(made, [one])
     assert (made.stats.replicas, made.stats.lost) == (1, 1)
@@ -554,7 +539,6 @@ async def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
     await turns()
     assert made.stats.waiting == 0
     assert made._health.queue_stats.replicas == 1
-    assert len(taken) == 2
 
 
 async def test_one_death_counts_once() -> None:
@@ -595,10 +579,6 @@ def with_control_calls(control_calls: int) -> AffinityRouter:
     return made
 
 
-def choose(made: AffinityRouter, request: PendingRequest, **again: bool) -> asyncio.Task[Any]:
-    return asyncio.create_task(made.choose(request, **again))
-
-
 def accept(made: AffinityRouter, request: PendingRequest, ongoing: int) -> None:
     """What Serve tells when the replica takes a request, which makes it so many calls there."""
     made.on_new_queue_len_info(A, ongoing)
@@ -607,37 +587,30 @@ def accept(made: AffinityRouter, request: PendingRequest, ongoing: int) -> None:
 
 async def test_a_full_replica_has_room_for_calls_that_are_no_turns() -> None:
     made = with_control_calls(3)
-    await choose(made, turn("t/p", 1.0))  # of the four one is for turns
-    second = choose(made, turn("t/p", 1.0))
+    await made.choose(turn("t/p", 1.0))  # of the four one is for turns
+    await waits(made, turn("t/p", 1.0))
     for _ in range(5):
-        await choose(made, control_call())
-    refused = choose(made, control_call(), is_retry=True)
-    await turns()
-    assert not second.done()
-    assert not refused.done(), "the replica has said that it takes no more"
-    for task in (second, refused):
-        task.cancel()
+        await made.choose(control_call())
+    await waits(made, control_call(), is_retry=True)  # the replica has said that it takes no more
 
 
 @pytest.mark.parametrize("ended", [True, False])
 async def test_a_call_that_is_no_turn_closes_no_replica_with_room(ended: bool) -> None:
     """Of two turns one runs. What a replica says on a call that does not stream is told after that has ended."""
     made, card = with_control_calls(2), control_call()
-    await choose(made, turn("t/p", 1.0))
-    await choose(made, card)
+    await made.choose(turn("t/p", 1.0))
+    await made.choose(card)
     if ended:
-        made.on_request_completed(A, card.metadata.internal_request_id)
+        ends(made, card, A)
     accept(made, card, ongoing=2)
-    second = choose(made, turn("t/p", 1.0))
+    second = asyncio.create_task(made.choose(turn("t/p", 1.0)))
     await turns()
     assert second.done()
 
 
 async def test_a_turn_closes_a_replica_that_has_enough_of_others() -> None:
     made, first = with_control_calls(2), turn("t/p", 1.0)
-    await choose(made, first)
+    await made.choose(first)
     accept(made, first, ongoing=2)
-    second = choose(made, turn("t/p", 1.0))
-    await turns()
-    assert not second.done()
+    [second] = await waits(made, turn("t/p", 1.0))
     await second  # asked again after a while

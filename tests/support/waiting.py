@@ -85,7 +85,10 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+VIRTUAL = ("asyncio", {"loop_factory": _Virtual})  # an `anyio_backend` for tests whose every wait is for timers
+
+
 async def go_by(seconds: float) -> None:
-    """Let time go by on the loop of `run_virtual`."""
+    """Let time go by on a loop whose clock jumps."""
     assert isinstance(asyncio.get_running_loop(), _Virtual), "real time must not be waited for"
     await asyncio.sleep(seconds)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 from redis_server import RedisServer
-from waiting import go_by, run_virtual, until_async
+from waiting import VIRTUAL, go_by, until_async
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.plan import Sampling
@@ -33,6 +34,11 @@ PATIENT = 60.0
 OFTEN = 0.01
 SILENT = 10 * OFTEN
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
+
+
+@pytest.fixture
+def anyio_backend() -> object:
+    return VIRTUAL
 
 
 class Watcher:
@@ -66,49 +72,48 @@ def store_at(server: RedisServer) -> Records:
     return Records(RedisAddress(server.url), PATIENT, OFTEN)
 
 
-def test_reports_cross_redis_and_its_loss(server: RedisServer) -> None:
-    async def scenario() -> None:
-        watcher = Watcher()
-        health = ReplicaHealth(watcher.clock)
-        health.routers.add(watcher)
-        stores = [store_at(server) for _ in range(3)]
-        loads: dict[str, LoadReport | None] = {
-            "a": LoadReport(running=1),
-            "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5),
-        }
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # Redis is not of a virtual time
+async def test_reports_cross_redis_and_its_loss(server: RedisServer) -> None:
+    watcher = Watcher()
+    health = ReplicaHealth(watcher.clock)
+    health.routers.add(watcher)
+    stores = [store_at(server) for _ in range(3)]
+    loads: dict[str, LoadReport | None] = {
+        "a": LoadReport(running=1),
+        "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5),
+    }
 
-        def reporter(name: str, store: Records) -> Reporter:
-            return Reporter(store, name, lambda: loads[name], OFTEN)
+    def reporter(name: str, store: Records) -> Reporter:
+        return Reporter(store, name, lambda: loads[name], OFTEN)
 
-        listener = Listener(stores[0], health, SILENT, OFTEN)
-        reporters = {name: reporter(name, store) for name, store in zip("ab", stores[1:], strict=True)}
-        try:
-            await until_async(lambda: watcher.heard == loads)
-            server.kill()
-            server.socket.unlink(missing_ok=True)
-            await until_async(lambda: all(store.degraded for store in stores[1:]))
-            for _ in range(100):  # too slowly for a process that stood still
-                watcher.now += SILENT / 50
-                looked = watcher.asked
-                await until_async(lambda looked=looked: watcher.asked > looked + 2)
-            assert not health.unresponsive("a"), "nobody can be heard while Redis is away"
-            server.start()
-            loads["a"] = LoadReport(running=3)
-            await until_async(lambda: watcher.heard == loads)
-            await reporters.pop("a").close()
-            await until_async(lambda: health.unresponsive("a"))
-            assert not health.unresponsive("b")
-            assert watcher.changes == 1
-            reporters["a"] = reporter("a", stores[1])
-            await until_async(lambda: not health.unresponsive("a"))
-            assert watcher.changes == 2
-            loads["a"] = None  # a step of it hangs
-            await until_async(lambda: health.unresponsive("a"))
-        finally:
-            for each in (listener, *reporters.values(), *stores):
-                await each.close()
-
-    asyncio.run(scenario())
+    listener = Listener(stores[0], health, SILENT, OFTEN)
+    reporters = {name: reporter(name, store) for name, store in zip("ab", stores[1:], strict=True)}
+    try:
+        await until_async(lambda: watcher.heard == loads)
+        server.kill()
+        server.socket.unlink(missing_ok=True)
+        await until_async(lambda: all(store.degraded for store in stores[1:]))
+        for _ in range(20):  # too slowly for a process that stood still
+            watcher.now += OFTEN
+            looked = watcher.asked
+            await until_async(lambda looked=looked: watcher.asked > looked + 2)
+        assert not health.unresponsive("a"), "nobody can be heard while Redis is away"
+        server.start()
+        loads["a"] = LoadReport(running=3)
+        await until_async(lambda: watcher.heard == loads)
+        await reporters.pop("a").close()
+        await until_async(lambda: health.unresponsive("a"))
+        assert not health.unresponsive("b")
+        assert watcher.changes == 1
+        reporters["a"] = reporter("a", stores[1])
+        await until_async(lambda: not health.unresponsive("a"))
+        assert watcher.changes == 2
+        loads["a"] = None  # a step of it hangs
+        await until_async(lambda: health.unresponsive("a"))
+    finally:
+        for each in (listener, *reporters.values(), *stores):
+            await each.close()
 
 
 def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known() -> None:
@@ -136,23 +141,19 @@ class Channel:
         await self.published.put(message)
 
 
-def test_a_replica_whose_load_cannot_be_read_once_reports_it_the_next_time() -> None:
-    async def scenario() -> None:
-        asked = 0
+@pytest.mark.anyio
+async def test_a_replica_whose_load_cannot_be_read_once_reports_it_the_next_time() -> None:
+    asked = count(1)
 
-        def how() -> LoadReport:
-            nonlocal asked
-            asked += 1
-            if asked == 1:
-                raise RuntimeError("dictionary changed size during iteration")
-            return LoadReport(running=asked)
+    def how() -> LoadReport:
+        if (n := next(asked)) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return LoadReport(running=n)
 
-        channel = Channel()
-        reporter = Reporter(channel, "a", how, OFTEN)  # type: ignore[arg-type]
-        assert decode(await channel.published.get()) == ("a", LoadReport(running=2))
-        await reporter.close()
-
-    asyncio.run(scenario())
+    channel = Channel()
+    reporter = Reporter(channel, "a", how, OFTEN)  # type: ignore[arg-type]
+    assert decode(await channel.published.get()) == ("a", LoadReport(running=2))
+    await reporter.close()
 
 
 class Result:
@@ -223,76 +224,67 @@ async def sent_to(made: AffinityRouter, request: PendingRequest) -> tuple[str, A
     return replica.replica_id.unique_id, replica.try_send_request(request, with_rejection=True)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("says", [nothing, refused, another])
-def test_a_replica_that_does_not_accept_is_ejected(says: Callable[[], Awaitable[Any]]) -> None:
-    async def work() -> None:
-        made, sent = router(says)
-        name, result = await sent_to(made, turn())
-        assert name == "a"
-        with pytest.raises(ActorUnavailableError):
-            await result.get_rejection_response()
-        assert sent[0].cancelled is (says is nothing)
-        assert (await sent_to(made, turn()))[0] == "b"
-
-    run_virtual(work())
+async def test_a_replica_that_does_not_accept_is_ejected(says: Callable[[], Awaitable[Any]]) -> None:
+    made, sent = router(says)
+    name, result = await sent_to(made, turn())
+    assert name == "a"
+    with pytest.raises(ActorUnavailableError):
+        await result.get_rejection_response()
+    assert sent[0].cancelled is (says is nothing)
+    assert (await sent_to(made, turn()))[0] == "b"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("late", [True, False])
-def test_a_replica_that_reports_may_accept_late(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+async def test_a_replica_that_reports_may_accept_late(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """It is there. A replica that does not accept for `silent_s` is ejected all the same."""
     reporting = ReplicaHealth(lambda: 0.0)  # its report is never old
     monkeypatch.setattr(replica_health, "HEALTH", reporting)
-
-    async def work() -> None:
-        accepted: asyncio.Queue[str] = asyncio.Queue()
-        made, _ = router(accepted.get, silent_s=60.0 if late else 6.0)
-        reporting.report("a", LoadReport())
-        _, result = await sent_to(made, turn())
-        waiting = asyncio.ensure_future(result.get_rejection_response())
-        await go_by(4.0)
-        assert not waiting.done()
-        if late:
-            accepted.put_nowait("accepted")
-            assert await waiting == "accepted"
-        else:
-            with pytest.raises(ActorUnavailableError):
-                await waiting
-        assert (await sent_to(made, turn()))[0] == ("a" if late else "b")
-
-    run_virtual(work())
-
-
-def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: ReplicaHealth) -> None:
-    async def work() -> None:
-        made, _ = router(nothing)
-        _, result = await sent_to(made, turn(stream=False))
-        waiting = asyncio.ensure_future(result.get_rejection_response())
-        await go_by(4.0)
-        assert not waiting.done()
-        known.eject("a", 60.0)
+    accepted: asyncio.Queue[str] = asyncio.Queue()
+    made, _ = router(accepted.get, silent_s=60.0 if late else 6.0)
+    reporting.report("a", LoadReport())
+    _, result = await sent_to(made, turn())
+    waiting = asyncio.ensure_future(result.get_rejection_response())
+    await go_by(4.0)
+    assert not waiting.done()
+    if late:
+        accepted.put_nowait("accepted")
+        assert await waiting == "accepted"
+    else:
         with pytest.raises(ActorUnavailableError):
             await waiting
+    assert (await sent_to(made, turn()))[0] == ("a" if late else "b")
 
-    run_virtual(work())
+
+@pytest.mark.anyio
+async def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: ReplicaHealth) -> None:
+    made, _ = router(nothing)
+    _, result = await sent_to(made, turn(stream=False))
+    waiting = asyncio.ensure_future(result.get_rejection_response())
+    await go_by(4.0)
+    assert not waiting.done()
+    known.eject("a", 60.0)
+    with pytest.raises(ActorUnavailableError):
+        await waiting
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("flows", [False, True])
-def test_a_stream_on_a_silent_replica_ends_unless_it_flows(known: ReplicaHealth, flows: bool) -> None:
-    async def work() -> None:
-        came: asyncio.Queue[int] = asyncio.Queue()
-        made, _ = router(came.get)
-        _, result = await sent_to(made, turn())
-        waiting = asyncio.ensure_future(result.__anext__())
-        await asyncio.sleep(0)
-        known.eject("a", 60.0)
-        if flows:
-            came.put_nowait(1)
-            assert await waiting == 1
-        else:
-            with pytest.raises(ActorUnavailableError):
-                await waiting
-
-    run_virtual(work())
+async def test_a_stream_on_a_silent_replica_ends_unless_it_flows(known: ReplicaHealth, flows: bool) -> None:
+    came: asyncio.Queue[int] = asyncio.Queue()
+    made, _ = router(came.get)
+    _, result = await sent_to(made, turn())
+    waiting = asyncio.ensure_future(result.__anext__())
+    await asyncio.sleep(0)
+    known.eject("a", 60.0)
+    if flows:
+        came.put_nowait(1)
+        assert await waiting == 1
+    else:
+        with pytest.raises(ActorUnavailableError):
+            await waiting
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -311,27 +303,23 @@ def test_a_machine_that_vanishes_is_ejected_within_ten_seconds(told: float, look
     assert max(serve_private.ACCEPT_S + REPORT_S, config.silent_s) <= 10.0  # for a call that is not accepted
 
 
-def test_an_ejected_replica_is_back_after_its_time(known: ReplicaHealth) -> None:
-    async def work() -> None:
-        made, _ = router(nothing)
-        watcher = Watcher()
-        known.eject("a", 0.01)
-        known.routers.add(watcher)
-        assert (await sent_to(made, turn()))[0] == "b"
-        known.report("a", LoadReport())  # it reports, and takes no calls all the same
-        assert known.unresponsive("a")
-        await watcher.changed.wait()
-        assert (await sent_to(made, turn()))[0] == "a"
-
-    run_virtual(work())
+@pytest.mark.anyio
+async def test_an_ejected_replica_is_back_after_its_time(known: ReplicaHealth) -> None:
+    made, _ = router(nothing)
+    watcher = Watcher()
+    known.eject("a", 0.01)
+    known.routers.add(watcher)
+    assert (await sent_to(made, turn()))[0] == "b"
+    known.report("a", LoadReport())  # it reports, and takes no calls all the same
+    assert known.unresponsive("a")
+    await watcher.changed.wait()
+    assert (await sent_to(made, turn()))[0] == "a"
 
 
-def test_a_request_that_no_replica_takes_is_told_so() -> None:
-    async def work() -> None:
-        made, _ = router(nothing, no_replica_s=5.0)
-        request = turn()
-        Pending.of(request).refused_since = -10.0
-        with pytest.raises(UnavailableError, match="no replica has accepted"):
-            await made.choose(request)
-
-    run_virtual(work())
+@pytest.mark.anyio
+async def test_a_request_that_no_replica_takes_is_told_so() -> None:
+    made, _ = router(nothing, no_replica_s=5.0)
+    request = turn()
+    Pending.of(request).refused_since = -10.0
+    with pytest.raises(UnavailableError, match="no replica has accepted"):
+        await made.choose(request)

@@ -33,6 +33,8 @@ from holdfast.router.dispatch.affinity import AffinityRouter
 from holdfast.router.dispatch.replica_health import ReplicaHealth
 from holdfast.router.dispatch.serve_private import answers_of_each, own_request
 
+pytestmark = pytest.mark.anyio
+
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
 
@@ -59,23 +61,23 @@ class Told:
         return outcome
 
 
-def test_replicas_that_answer_late_do_not_keep_back_what_others_say() -> None:
+async def test_replicas_that_answer_late_do_not_keep_back_what_others_say() -> None:
     died = ValueError("died")
     broadcast = Told("a", None, died, "d")
-    first, late, gone, last = asyncio.run(answers_of_each(broadcast, 0.01))  # type: ignore[arg-type]
+    first, late, gone, last = await answers_of_each(broadcast, 0.01)  # type: ignore[arg-type]
     assert (first, last, gone) == ("a", "d", died)
     assert isinstance(late, TimeoutError)
     assert broadcast.left == [1], "nobody waits for it any more"
-    assert asyncio.run(answers_of_each(Told(), 0.01)) == []  # type: ignore[arg-type]
+    assert await answers_of_each(Told(), 0.01) == []  # type: ignore[arg-type]
 
 
-def test_time_that_runs_out_before_the_calls_are_sent_is_no_answer_of_nobody() -> None:
+async def test_time_that_runs_out_before_the_calls_are_sent_is_no_answer_of_nobody() -> None:
     class Unsent(Told):
         async def _fetch_replica_results_async(self) -> list[Any]:
             return [await asyncio.Event().wait()]
 
     with pytest.raises(TimeoutError):
-        asyncio.run(answers_of_each(Unsent("a"), 0.01))  # type: ignore[arg-type]
+        await answers_of_each(Unsent("a"), 0.01)  # type: ignore[arg-type]
 
 
 def test_serve_itself_gets_them_by_these_names() -> None:
@@ -132,13 +134,10 @@ def test_whom_a_replica_accepted_is_told_with_what_it_said() -> None:
     assert "if queue_info.accepted:" in source[said:routed]
 
 
-def test_state_of_the_request_router() -> None:
-    async def look() -> None:
-        made = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
-        assert made.listed == {}
-        assert isinstance(made.changed, asyncio.Event)
-
-    asyncio.run(look())
+async def test_state_of_the_request_router() -> None:
+    made = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
+    assert made.listed == {}
+    assert isinstance(made.changed, asyncio.Event)
 
 
 def test_controller() -> None:
@@ -212,21 +211,17 @@ def sent(known: RunningReplica, health: ReplicaHealth, *, stream: bool) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("who", ["another cluster", "another server"])
-def test_a_call_that_meets_another_server_at_a_dead_replicas_port_ends_as_if_the_replica_were_gone(
+async def test_a_call_that_meets_another_server_at_a_dead_replicas_port_ends_as_if_the_replica_were_gone(
     monkeypatch: pytest.MonkeyPatch, who: str, stream: bool
 ) -> None:
     """So it is sent elsewhere. Another replica of this cluster refuses it by itself (`EngineReplica`)."""
     monkeypatch.setattr(keys, "_authenticate_request", lambda metadata: False)  # as with a key of its own
     guards = [keys.AsyncAuthenticationServerInterceptor()] if who == "another cluster" else []
     health = ReplicaHealth()
-
-    async def work() -> None:
-        async with listening(*guards, name="b" if guards else "") as known:
-            with pytest.raises(ActorUnavailableError):
-                await sent(known, health, stream=stream).get_rejection_response()
-            assert health.unresponsive("a")
-
-    asyncio.run(work())
+    async with listening(*guards, name="b" if guards else "") as known:
+        with pytest.raises(ActorUnavailableError):
+            await sent(known, health, stream=stream).get_rejection_response()
+        assert health.unresponsive("a")
 
 
 async def all_of(call: Any) -> AsyncIterator[Any]:
@@ -248,7 +243,7 @@ class PassingMany(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_call_that_is_over_is_gone_and_no_garbage(stream: bool) -> None:
+async def test_a_call_that_is_over_is_gone_and_no_garbage(stream: bool) -> None:
     async def serve(known: RunningReplica) -> list[ref[Any]]:
         async def routed() -> Any:
             call = sent(known, ReplicaHealth(), stream=stream)
@@ -261,18 +256,14 @@ def test_a_call_that_is_over_is_gone_and_no_garbage(stream: bool) -> None:
         assert not call.cancel()
         return [ref(call), ref(call._result), ref(call._result._call)]
 
-    async def work() -> list[Any]:
-        async with listening(name="a") as known:
-            await known._channel.close()
-            at = f"127.0.0.1:{known._replica_info.port}"
-            known._channel = grpc.aio.insecure_channel(at, interceptors=[PassingOne(), PassingMany()])
-            known._stub = ASGIServiceStub(known._channel)
-            gc.disable()
-            try:
-                left = await serve(known)
-                await until_async(lambda: not any(each() for each in left))
-                return [each() for each in left]
-            finally:
-                gc.enable()
-
-    assert asyncio.run(work()) == [None, None, None]
+    async with listening(name="a") as known:
+        await known._channel.close()
+        at = f"127.0.0.1:{known._replica_info.port}"
+        known._channel = grpc.aio.insecure_channel(at, interceptors=[PassingOne(), PassingMany()])
+        known._stub = ASGIServiceStub(known._channel)
+        gc.disable()
+        try:
+            left = await serve(known)
+            await until_async(lambda: not any(each() for each in left))
+        finally:
+            gc.enable()

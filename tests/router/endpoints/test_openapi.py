@@ -4,6 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import jsonschema
 import pytest
@@ -22,7 +23,12 @@ from holdfast.router.tenants import TenantLimits
 ITSELF = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"), ("GET", "/page/{name}")}  # for people
 
 
-def test_every_operation_is_in_it_with_a_summary() -> None:
+@pytest.fixture(scope="module")
+def document() -> Any:
+    return World().call("GET", "/openapi.json").json()
+
+
+def test_every_operation_is_in_it_with_a_summary(document: Any) -> None:
     world = World()
     routes = [route for route in world.app.router.routes if isinstance(route, Route)]
     served = {
@@ -31,8 +37,8 @@ def test_every_operation_is_in_it_with_a_summary() -> None:
         for method in (route.methods or set())
         if method != "HEAD"
     }
-    told = world.call("GET", "/openapi.json").json()["paths"]
-    operations = {(method.upper(), path): each for path, methods in told.items() for method, each in methods.items()}
+    paths = document["paths"].items()
+    operations = {(method.upper(), path): each for path, methods in paths for method, each in methods.items()}
     assert set(operations) == served - ITSELF
     assert all(each["summary"] for each in operations.values())
 
@@ -67,17 +73,15 @@ STREAMED.append(("/v1/completions", {"model": "pocket", "stream": True, "prompt"
 
 @pytest.mark.parametrize(("path", "body"), STREAMED, ids=[path for path, _ in STREAMED])
 @pytest.mark.parametrize("script", SCRIPTS, ids=["text", "thoughts and a call", "cut, scored", "nothing", "failed"])
-def test_every_event_of_a_stream_is_as_the_document_says(path, body, script) -> None:
-    world = World(FakeBackend(script))
-    told = world.call("GET", "/openapi.json").json()
-    event = told["paths"][path]["post"]["responses"]["200"]["content"][EVENTS]["schema"]
+def test_every_event_of_a_stream_is_as_the_document_says(document, path, body, script) -> None:
+    event = document["paths"][path]["post"]["responses"]["200"]["content"][EVENTS]["schema"]
     data = event["properties"]["data"]
     json_data, *ends = data.get("anyOf", [data])
     assert ends == ([] if path == "/v1/messages" else [{"const": "[DONE]"}])
-    form = {**json_data["contentSchema"], "components": told["components"]}
+    form = {**json_data["contentSchema"], "components": document["components"]}
     if "completions" in path:
         body = {**body, "stream_options": {"include_usage": True, "event_names": True}}
-    text = world.call("POST", path, json=body).text
+    text = World(FakeBackend(script)).call("POST", path, json=body).text
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     validator = jsonschema.Draft202012Validator(form)
     for each in data:
@@ -87,10 +91,8 @@ def test_every_event_of_a_stream_is_as_the_document_says(path, body, script) -> 
     assert not validator.is_valid({**json.loads(data[0]), "more": 1}), "nothing else is in them"
 
 
-def test_every_header_that_is_sent_or_read_is_in_it() -> None:
+def test_every_header_that_is_sent_or_read_is_in_it(document: Any) -> None:
     """By its name; that the values are as it says, and that none is missing, is `make fuzz`'s."""
-    world = World()
-    told = world.call("GET", "/openapi.json").json()
     limits = TenantLimits(
         requests_per_minute=1, input_tokens_per_minute=1, uncached_tokens_per_minute=1, output_tokens_per_minute=1
     )
@@ -100,13 +102,14 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
         at_times = {"replayed": True, "same_draw": True, "tools_as_text": True, "rate_limit": status}
         headers = AnswerHeaders("r", age_s=0.0, server_timing="x", skipped="x", anthropic=anthropic, **at_times)
         sent |= {name.decode() for name, _ in headers.encode()}
-    assert set(told["components"]["headers"]) == sent | {"retry-after"}
-    config = world.config
+    assert set(document["components"]["headers"]) == sent | {"retry-after"}
+    config = RouterConfig()
     read = {*config.program_headers, *config.placement_headers, *config.deadline_headers, *config.parent_headers}
     read |= {"x-request-id", "idempotency-key", "cache-control", "x-priority", "x-holdfast-fresh-draw"}
     read |= {"anthropic-version"}
-    assert set(told["components"]["parameters"]) == read
-    chat = {each["$ref"].rpartition("/")[2] for each in told["paths"]["/v1/chat/completions"]["post"]["parameters"]}
+    assert set(document["components"]["parameters"]) == read
+    parameters = document["paths"]["/v1/chat/completions"]["post"]["parameters"]
+    chat = {each["$ref"].rpartition("/")[2] for each in parameters}
     assert chat == read - {"anthropic-version"}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, bearer, chat_body
-from waiting import go_by, run_virtual
+from waiting import VIRTUAL, go_by
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
@@ -256,23 +256,26 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
     return made
 
 
+@pytest.fixture
+def anyio_backend():
+    return VIRTUAL
+
+
 async def until_one_ended(heartbeats) -> None:
     """And longer, for what should not end."""
     await heartbeats.one_ended.wait()
     await go_by(10.0)
 
 
-def test_a_program_is_over_once_its_client_is_silent(heartbeats):
-    async def main():
-        router = heartbeats(Words())
-        await router.heard("t", "t/gone", 0.1)
-        await router.heard("t", "t/there", 0.1)
-        await router.heard("t", "t/there", 60.0)
-        await router.heard("t", "t/ended", 0.1)
-        await router.over("t/ended")
-        await until_one_ended(heartbeats)
-
-    run_virtual(main())
+@pytest.mark.anyio
+async def test_a_program_is_over_once_its_client_is_silent(heartbeats):
+    router = heartbeats(Words())
+    await router.heard("t", "t/gone", 0.1)
+    await router.heard("t", "t/there", 0.1)
+    await router.heard("t", "t/there", 60.0)
+    await router.heard("t", "t/ended", 0.1)
+    await router.over("t/ended")
+    await until_one_ended(heartbeats)
     assert heartbeats.ended == [("t", "t/gone")]
 
 
@@ -334,28 +337,24 @@ def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeyp
     assert world.backend.ended_programs == [("default", "default/p")] * (ends + calls.count(OVER))
 
 
-def test_what_another_router_heard_counts(heartbeats):
-    async def main():
-        store = Words()
-        one, two = heartbeats(store), heartbeats(store)
-        await one.heard("t", "t/p", 0.1)
-        await two.heard("t", "t/p", 0.6)
-        await go_by(0.3)  # past the time of the first word
-        assert heartbeats.ended == []
-        await until_one_ended(heartbeats)
-
-    run_virtual(main())
+@pytest.mark.anyio
+async def test_what_another_router_heard_counts(heartbeats):
+    store = Words()
+    one, two = heartbeats(store), heartbeats(store)
+    await one.heard("t", "t/p", 0.1)
+    await two.heard("t", "t/p", 0.6)
+    await go_by(0.3)  # past the time of the first word
+    assert heartbeats.ended == []
+    await until_one_ended(heartbeats)
     assert heartbeats.ended == [("t", "t/p")]
 
 
-def test_while_the_store_is_away_no_program_is_ended(heartbeats):
+@pytest.mark.anyio
+async def test_while_the_store_is_away_no_program_is_ended(heartbeats):
     class Away(Words):
         async def get(self, key: str) -> Record | None:
             raise UnavailableError("Redis does not answer")
 
-    async def main():
-        await heartbeats(Away()).heard("t", "t/p", 0.05)
-        await go_by(10.0)
-
-    run_virtual(main())
+    await heartbeats(Away()).heard("t", "t/p", 0.05)
+    await go_by(10.0)
     assert heartbeats.ended == []

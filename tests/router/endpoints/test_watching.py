@@ -1,9 +1,8 @@
-import asyncio
 from collections import Counter
 
+import pytest
 from fake_backend import Ends, NoRedis
 from prometheus_client import CollectorRegistry
-from redis_server import RedisServer
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_queue import QueueStats
@@ -15,32 +14,27 @@ from holdfast.router.placement import Reason
 from holdfast.router.records.store import Records, RedisAddress, RedisInfo
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
+pytestmark = pytest.mark.anyio
 
-def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
-    async def main():
-        server = RedisServer(tmp_path)
-        server.start()
-        metrics = RouterMetrics(CollectorRegistry())
-        store = Records(RedisAddress(server.url), timeout_s=60.0, observe=metrics.stored)
-        watch_redis(metrics, store)
-        value = metrics.registry.get_sample_value
-        try:
-            await store.script("return {redis.call('INCR', KEYS[1])}", ["a"], [])
-            await metrics.exposition()
-            assert value("holdfast_redis_up") == 1
-            assert value("holdfast_redis_keys") == 1
-            assert value("holdfast_redis_memory_bytes") > 100_000
-            assert value("holdfast_store_operations_total", {"result": "done"}) == 2
-        finally:
-            server.kill()
-        await store.try_script("return {1}", [], [])
-        await metrics.exposition()
-        assert value("holdfast_redis_up") == 0
-        assert value("holdfast_redis_keys") is None
-        assert value("holdfast_store_operations_total", {"result": "failed"}) >= 1
-        await store.close()
 
-    asyncio.run(main())
+async def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(server):
+    metrics = RouterMetrics(CollectorRegistry())
+    store = Records(RedisAddress(server.url), timeout_s=60.0, observe=metrics.stored)
+    watch_redis(metrics, store)
+    value = metrics.registry.get_sample_value
+    await store.script("return {redis.call('INCR', KEYS[1])}", ["a"], [])
+    await metrics.exposition()
+    assert value("holdfast_redis_up") == 1
+    assert value("holdfast_redis_keys") == 1
+    assert value("holdfast_redis_memory_bytes") > 100_000
+    assert value("holdfast_store_operations_total", {"result": "done"}) == 2
+    server.kill()
+    await store.try_script("return {1}", [], [])
+    await metrics.exposition()
+    assert value("holdfast_redis_up") == 0
+    assert value("holdfast_redis_keys") is None
+    assert value("holdfast_store_operations_total", {"result": "failed"}) >= 1
+    await store.close()
 
 
 def test_a_server_that_leaves_something_out():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from fake_backend import World, chat_body, http_scope
+from fake_backend import World, chat_body, event_loop, http_scope
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -87,5 +87,5 @@ def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, othe
         assert [bool(each) for each in found] == [name == b"idempotency-key", name == b"x-holdfast-delivery"]
         return max(found)
 
-    first, second = asyncio.run(read(*one, 3)), asyncio.run(read(*other, cut))
+    first, second = event_loop().run(read(*one, 3)), event_loop().run(read(*other, cut))
     assert (first == second) == (one == other)

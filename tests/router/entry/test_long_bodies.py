@@ -15,13 +15,13 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend():
     """Serve runs routers on uvloop, where that is installed."""
     return "asyncio", {"use_uvloop": find_spec("uvloop") is not None}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def bodies():
     bodies = LongBodies()
     yield bodies

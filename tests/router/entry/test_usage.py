@@ -24,7 +24,7 @@ from holdfast.replicas.requests import Completed, TextDelta, Usage, Work
 from holdfast.replicas.scheduling import scheduler
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.entry import usage
+from holdfast.router.entry import tenant_store, usage
 from holdfast.router.entry.admission import Drain
 from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.quotas import Quotas
@@ -335,7 +335,8 @@ def test_a_spreadsheet_gets_no_formula():
 # ---- tenants that come and go ----
 
 
-async def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start():
+async def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start(monkeypatch):
+    monkeypatch.setattr(tenant_store, "LOOK_S", 0.02)
     async with Router(tenants=[ACME]) as here, Router(tenants=[ACME], space=here.space) as there:
 
         async def answers(key, wanted):
@@ -380,7 +381,8 @@ async def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start():
             assert secret not in log
 
 
-async def test_what_is_purged_at_one_router_is_not_found_at_another():
+async def test_what_is_purged_at_one_router_is_not_found_at_another(monkeypatch):
+    monkeypatch.setattr(tenant_store, "LOOK_S", 0.02)
     async with Router(tenants=[ACME]) as here, Router(tenants=[ACME], space=here.space) as there:
         found = [(await there.chat()).headers["x-holdfast-cache"] for _ in range(2)]
         assert found == ["miss", "hit"]

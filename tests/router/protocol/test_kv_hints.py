@@ -195,7 +195,7 @@ async def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
         for said in ([], more):
             for number in range(12):
                 body: Any = {"messages": messages(number, number % 3) + said, "program_id": f"p{number}"}
-                body |= {"max_tokens": 8, "temperature": 0, "kv_hints": hints}
+                body |= {"max_tokens": 4, "temperature": 0, "kv_hints": hints}
                 told.append((await post(CHAT, **body))["choices"][0]["message"]["content"])
     return told, backend.service.engine
 

@@ -50,26 +50,14 @@ def test_defaults_are_openais():
 
 
 def test_every_sampling_field_arrives():
-    sampling = chat(
-        max_completion_tokens=7,
-        temperature=0,
-        top_p=0.5,
-        top_k=-1,
-        min_p=0.1,
-        seed=-3,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        logit_bias={"9": 2, "4": -100},
-        stop_token_ids=[3, 3],
-        ignore_eos=True,
-        logprobs=True,
-        top_logprobs=2,
-    ).sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.0, 0.5)
-    assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.1, -3)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    as_they_are = {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "seed": -3, "presence_penalty": 1}
+    as_they_are |= {"frequency_penalty": -1, "ignore_eos": True}
+    others = {"max_completion_tokens": 7, "top_k": -1, "logit_bias": {"9": 2, "4": -100}, "stop_token_ids": [3, 3]}
+    sampling = chat(**as_they_are, **others, logprobs=True, top_logprobs=2).sampling
+    assert {name: getattr(sampling, name) for name in as_they_are} == as_they_are
+    assert (sampling.max_tokens, sampling.top_k, sampling.logprobs) == (7, 0, 2)
     assert list(sampling.logit_bias.items()) == [(4, -100.0), (9, 2.0)]
-    assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == (frozenset({3}), True, 2)
+    assert sampling.stop_token_ids == frozenset({3})
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(7, 7), (50, 50), (51, 50), (2**63, 50)])

@@ -46,14 +46,10 @@ def answers(draw):
 
 
 @given(answers())
-def test_pieces_of_an_answer_fold_to_it(answer):
+def test_an_answer_survives_its_pieces_and_the_store(answer):
     built = AnswerBuilder()
     built.add(pieces_of(answer))
     assert built.answer() == answer
-
-
-@given(answers())
-def test_an_answer_survives_the_store(answer):
     entry = CacheEntry(answer, 1.5)
     assert STORED.validate_json(STORED.dump_json(entry, exclude_defaults=True)) == entry
 

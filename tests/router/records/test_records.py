@@ -178,7 +178,7 @@ async def test_every_operation_says_that_redis_is_away_and_works_once_it_is_back
 
 
 async def test_a_server_that_hangs_is_waited_for_once(server):
-    async with opened(server, timeout_s=1.0) as records:
+    async with opened(server, timeout_s=0.3) as records:
         await until_async(records.info)
         await recovered(records)
         server.process.send_signal(signal.SIGSTOP)

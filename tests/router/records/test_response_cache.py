@@ -24,17 +24,14 @@ pytestmark = pytest.mark.anyio
 
 ANSWER = Answer("hello", (), (), "stop", USAGE, Timing(0.0))
 REPEAT = replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt))  # as other requests get it
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
-}
-SWAPPED = {
-    "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "properties": {"b": {}, "a": {}}}},
-}
-BASE = {"model": "pocket", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
 
 
+def tool(*names):
+    parameters = {"type": "object", "properties": {name: {} for name in names}}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+BASE = {"model": "pocket", "messages": [{"role": "user", "content": "hi"}], "tools": [tool("a", "b")]}
 ACME = Tenant("acme")
 KEY = "cache/acme/k"
 
@@ -75,7 +72,7 @@ def test_what_does_not_decide_the_answer_is_not_in_the_key(changes):
         {"messages": [{"role": "user", "content": "hi "}]},
         {"messages": [{"role": "system", "content": "hi"}]},
         {"tools": None},
-        {"tools": [SWAPPED]},
+        {"tools": [tool("b", "a")]},
         {"tool_choice": "none"},
         {"parallel_tool_calls": False},
         {"temperature": 0.5},

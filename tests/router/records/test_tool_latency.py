@@ -1,6 +1,7 @@
 """The cluster's statistics of tools in a real Redis: right, shared, and none the worse for its loss."""
 
 import random
+from dataclasses import astuple
 
 import pytest
 from redis_server import records_away, shared_records
@@ -10,15 +11,6 @@ from holdfast.router.records import tool_latency
 from holdfast.router.records.tool_latency import STREAM, TTL_S, Reader, ToolLatencies
 
 pytestmark = pytest.mark.anyio
-
-
-def close_to(found: ToolLatency, expected: ToolLatency) -> bool:
-    return (
-        found.count == expected.count
-        and found.mean == pytest.approx(expected.mean, rel=1e-4)
-        and found.variance == pytest.approx(expected.variance, rel=1e-3, abs=1e-9)
-        and found.recent == pytest.approx(expected.recent, rel=1e-4)
-    )
 
 
 @pytest.fixture
@@ -67,7 +59,7 @@ async def test_a_reader_reads_what_is_new(records):
     latencies.record("a", "ls", 3.0)
     await latencies.close()
     assert await reader.refresh()
-    assert close_to(reader.snapshot.of("a", "ls"), ToolLatency(2, 2.0, 2.0, (1.0, 3.0)))
+    assert astuple(reader.snapshot.of("a", "ls")) == pytest.approx((2, 2.0, 2.0, (1.0, 3.0)), rel=1e-3)
     assert 0 < await records._redis.ttl(f"{records.namespace}/{STREAM}") <= TTL_S
 
 

@@ -30,14 +30,21 @@ def client(world):
 
 def test_openai_chat(world, client):
     raw = client.chat.completions.with_raw_response.create(
-        model="pocket", messages=MESSAGES, temperature=0, extra_body={"program_id": "p"}
+        model="pocket", messages=MESSAGES, seed=5, extra_body={"program_id": "p"}
     )
     answer = raw.parse()
-    assert answer.choices[0].message.content == "Hello!"
+    assert (answer.object, answer.choices[0].finish_reason) == ("chat.completion", "stop")
+    assert answer.choices[0].message.model_dump(exclude_unset=True) == {
+        "role": "assistant",
+        "content": "Hello!",
+        "refusal": None,
+    }
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
-    assert raw.headers["x-holdfast-cache"] == "miss"
+    assert (raw.headers["x-holdfast-cache"], raw.headers["x-holdfast-replica"]) == ("miss", "r1")
     assert raw.headers["server-timing"] == "queue;dur=125.0, prefill;dur=125.0, decode;dur=250.0"
-    assert world.backend.requests[0].program_id == "default/p"
+    [request] = world.backend.requests
+    assert (request.scope, request.program_id, request.sampling.seed) == ("default", "default/p", 5)
+    assert request.program_arrival > 0
 
 
 def test_openai_streaming(client):
@@ -101,20 +108,23 @@ def test_openai_errors(world, client):
         list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True))
 
 
+@pytest.mark.parametrize("stalled_before", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_pays_for_what_was_drawn(stream):
+def test_a_client_that_leaves_aborts_its_request_and_pays_for_what_was_drawn(stream, stalled_before):
     backend = FakeBackend()
-    backend.stall, backend.used = 1, Usage(prompt=10, cached=4, completion=2)
+    backend.stall, backend.used = stalled_before, Usage(prompt=10, cached=4, completion=2)
     world = World(backend)
     with world.served() as address:
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         connection.request("POST", "/v1/chat/completions", json.dumps(chat_body(stream=stream)))
         assert backend.started.wait(PATIENT)
+        assert not backend.aborted.is_set()
         connection.close()
+        assert backend.aborted.wait(PATIENT)
         assert backend.counted.wait(PATIENT)
         told = httpx.get(f"{address}/v1/cluster/status", timeout=PATIENT).json()
     assert backend.asked == [backend.requests[0].request_id]
-    assert world.outcomes() == {"aborted": 1}
+    assert (world.outcomes(), world.in_flight(), backend.open_streams) == ({"aborted": 1}, 0, 0)
     for kind, n in (("prompt", 10), ("cached", 4), ("completion", 2)):
         labels = {"tenant": "default", "model": "pocket", "kind": kind}
         assert world.registry.get_sample_value("holdfast_tenant_tokens_total", labels) == n
@@ -127,24 +137,6 @@ def test_who_stays_to_the_end_pays_once(world, client):
     client.chat.completions.create(model="pocket", messages=MESSAGES)
     list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True, temperature=0.5))
     assert world.backend.asked == []
-
-
-@pytest.mark.parametrize("stalled_before", [0, 1])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
-    backend = FakeBackend()
-    backend.stall = stalled_before
-    world = World(backend)
-    with world.served() as address:
-        connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request("POST", "/v1/chat/completions", json.dumps(chat_body(stream=stream)))
-        assert backend.started.wait(PATIENT)
-        assert not backend.aborted.is_set()
-        connection.close()
-        assert backend.aborted.wait(PATIENT)
-    assert backend.open_streams == 0
-    assert world.outcomes() == {"aborted": 1}
-    assert world.in_flight() == 0
 
 
 def test_a_client_that_never_reads_is_ended():

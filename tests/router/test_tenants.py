@@ -72,22 +72,6 @@ def test_without_keys_an_exposed_server_serves_nobody_and_says_what_to_configure
     assert refused.value.refusal is Refusal.FORBIDDEN
 
 
-def test_metrics_are_for_local_callers_and_operators():
-    directory = TenantDirectory([ACME, OPS])
-    directory.authorize_metrics(come())
-    directory.authorize_metrics(come("Bearer key-ops", peer="203.0.113.9"))
-    for caller in (come("Bearer key-a", peer="203.0.113.9"), come(peer="203.0.113.9")):
-        with pytest.raises(RefusedError):
-            directory.authorize_metrics(caller)
-
-
-def test_behind_an_exposed_proxy_every_caller_of_metrics_needs_a_key():
-    directory = TenantDirectory([ACME, OPS], exposed=True)
-    with pytest.raises(RefusedError):
-        directory.authorize_metrics(come())
-    directory.authorize_metrics(come("Bearer key-ops"))
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from redis_server import shared_records
 from starlette.requests import Request
+from starlette.routing import Route
 from waiting import PATIENCE_S
 
 from holdfast.replicas.errors import EngineError, UnavailableError, UnknownSessionError
@@ -255,6 +256,12 @@ class World:
                 return answers
 
         return event_loop().run(run())
+
+    def operations(self) -> set[tuple[str, str]]:
+        """The methods and paths of all that is served."""
+        routes = [route for route in self.app.router.routes if isinstance(route, Route)]
+        served = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods or ()}
+        return {(method, path) for method, path in served if method != "HEAD"}
 
     def outcomes(self) -> dict[str, float]:
         """How many requests ended in each outcome."""

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from fake_backend import CALL, FakeBackend, World, chat_body
+import pytest
+from fake_backend import CALL, FakeBackend, World, bearer, chat_body
 
 from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
@@ -80,16 +81,19 @@ def test_programs_at_tools_are_counted_beyond_the_list() -> None:
     assert [answer.json()["at_tools"] for answer in (one, none)] == [3, 3]
 
 
-def test_it_is_for_this_machine_and_for_operators() -> None:
-    tenants = TenantDirectory(
-        (Tenant("acme", (hash_key("plain"),)), Tenant("ops", (hash_key("right"),), operator=True)), exposed=True
-    )
-    world = World(tenants=tenants)
-
-    def ask(key: str | None) -> int:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return world.call("GET", PATH, headers=headers).status_code
-
-    assert [ask(None), ask("wrong"), ask("plain"), ask("right")] == [401, 401, 403, 200]
-    assert World().call("GET", PATH, peer="203.0.113.9").status_code == 403
-    assert World().call("GET", PATH).status_code == 200
+@pytest.mark.parametrize("path", [PATH, "/metrics"])
+@pytest.mark.parametrize(
+    ("exposed", "peer", "statuses"),
+    [
+        (True, "127.0.0.1", [401, 401, 403, 200]),
+        (False, "203.0.113.9", [401, 401, 403, 200]),
+        (False, "127.0.0.1", [200, 200, 200, 200]),
+    ],
+)
+def test_it_is_for_this_machine_and_for_operators(path, exposed, peer, statuses) -> None:
+    tenants = [Tenant(name, (hash_key(name),), operator=name == "ops") for name in ("acme", "ops")]
+    world = World(tenants=TenantDirectory(tenants, exposed=exposed))
+    callers = ({}, bearer("wrong"), bearer("acme"), bearer("ops"))
+    assert [world.call("GET", path, peer, headers=headers).status_code for headers in callers] == statuses
+    assert World().call("GET", path, peer="203.0.113.9").status_code == 403
+    assert World().call("GET", path).status_code == 200

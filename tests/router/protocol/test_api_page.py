@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from fake_backend import World
-from starlette.routing import Route
 
 from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
 from holdfast.router.entry.http import AnswerHeaders
@@ -31,39 +30,37 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip(" |") for cell in line] for line in lines][1:]
 
 
+def fields(name: str) -> set[str]:
+    """The fields in the first column of a section's table."""
+    return set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section(name)))))
+
+
 def test_every_path_is_on_it_and_exists() -> None:
-    routes = [route for route in World().app.router.routes if isinstance(route, Route)]
-    served = {
-        (method, route.path.replace(":path", ""))
-        for route in routes
-        for method in (route.methods or set())
-        if method != "HEAD"
-    }
     told = {tuple(cells[0].strip("`").split(" ")) for cells in rows(section("Paths"))}
-    assert told == served
+    assert told == World().operations()
 
 
 def test_every_field_of_a_body_is_on_it_and_exists() -> None:
-    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A chat completion")))))
+    told = fields("A chat completion")
     assert told == set(ChatBody.model_fields)
     assert set(CompletionBody.model_fields) - told == {"prompt", "echo"}
 
 
 def test_every_field_of_a_response_is_on_it_and_exists() -> None:
     """Those that chat has too stand there; `max_tokens` is refused."""
-    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A response")))))
+    told = fields("A response")
     known = set(ResponsesBody.model_fields)
     assert told - known == {"conversation"}
     assert known - told <= set(ChatBody.model_fields)
 
 
 def test_every_field_of_a_message_is_on_it_and_exists() -> None:
-    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A message")))))
+    told = fields("A message")
     assert told | {"service_tier"} == set(MessagesBody.model_fields)
 
 
 def test_every_field_of_a_sessions_body_is_on_it_and_exists() -> None:
-    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A session")))))
+    told = fields("A session")
     sampling = set(ReplyFields.model_fields)
     known = {name for body in (OpenBody, AppendBody, QueryBody, QuestionBody, ForkBody) for name in body.model_fields}
     assert told <= known

@@ -8,11 +8,9 @@ from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
 from holdfast.router.protocol.anthropic import MessagesBody, chat_prompt, messages_turn
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
-from holdfast.router.protocol.completions import CompletionBody, completion_turn, read_detokenize, read_tokenize
-from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.completions import CompletionBody, completion_turn, read_tokenize
 from holdfast.router.protocol.prefills import read_prefill
 from holdfast.router.protocol.sessions import read_open
-from holdfast.router.protocol.turn import find_model
 
 MODEL = ModelCard("m", context_length=100, vocabulary=50)
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -203,31 +201,6 @@ def test_the_models_own_defaults_stand_where_a_request_says_nothing():
 def messages_sampling(fields, card):
     body = validate(MessagesBody, {"model": "m", "messages": MESSAGES, "max_tokens": 5, **fields})
     return messages_turn(body, chat_prompt(body), card).sampling
-
-
-def test_an_unknown_model_is_told_what_there_is():
-    assert find_model("m", [MODEL]) is MODEL
-    with pytest.raises(RefusedError, match="'m'") as refused:
-        find_model("q", [MODEL])
-    assert refused.value.refusal is Refusal.NO_MODEL
-
-
-def test_tokenize_takes_a_prompt_or_messages():
-    def read(body):
-        return read_tokenize(orjson.dumps(body), (MODEL,))[0]
-
-    assert read({"prompt": "hi"}) == RawPrompt("hi")
-    assert read({"messages": MESSAGES}).messages == MESSAGES
-    for body in ({}, {"prompt": "hi", "messages": MESSAGES}):
-        with pytest.raises(InvalidRequestError):
-            read(body)
-
-
-def test_detokenize_refuses_ids_the_model_does_not_have():
-    assert read_detokenize(b'{"tokens": [1, 49]}', (MODEL,)) == [1, 49]
-    with pytest.raises(InvalidRequestError) as refused:
-        read_detokenize(b'{"tokens": [1, 50]}', (MODEL,))
-    assert refused.value.field == "tokens.1"
 
 
 def test_a_template_sees_no_field_of_a_tool_that_is_not_known():

@@ -4,7 +4,7 @@ import json
 import pytest
 from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World, begun
 
-from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, TextDelta
 from holdfast.router.backend import Batch
 from holdfast.router.entry.admission import Drain
@@ -49,9 +49,12 @@ UNWRITABLE = TextDelta("\ud800")  # no encoder can make JSON of half a character
         [(TextDelta("more"), UNWRITABLE), (DONE,)],
         [(UNWRITABLE, DONE)],
         [(Errored(ErrorInfo(ErrorKind.INTERNAL, "\ud800")),)],
+        [(Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),)],
+        [UnavailableError("broke")],
+        [],
     ],
 )
-def test_a_piece_that_cannot_be_written_ends_the_stream_once(format_, rest):
+def test_a_stream_that_fails_or_cannot_be_written_ends_once_in_an_error(format_, rest):
     world = World(FakeBackend([(TextDelta("half"),), *rest]))
     answer = world.call("POST", format_.path, json=format_.streamed())
     assert answer.status_code == 200

@@ -101,7 +101,6 @@ calls = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20_000), st.integer
 @given(calls=calls, limit=st.integers(40, 200))
 async def test_no_minute_has_more_than_the_limit_and_nobody_with_room_is_refused(calls, limit):
     """Whichever of four routers a call comes to."""
-
     async with routers(4) as each:
         who, taken = tenant(output_tokens_per_minute=limit), deque()
         for number, gap, n in calls:
@@ -171,7 +170,6 @@ async def test_a_clock_that_is_set_back_begins_anew(router):
 
 async def test_a_refusal_that_only_time_ends_is_remembered(router):
     """No body is read, and Redis is not asked, for those who do not wait."""
-
     who = tenant(requests_per_minute=1)
     await router.admit(who)
     assert await router.admitted(who) is None
@@ -379,7 +377,6 @@ async def test_while_redis_is_away_each_router_has_its_share_and_the_books_catch
 )
 async def test_while_redis_is_away_a_token_bucket_limits_to_the_share_of_each_limit(limits, call, each):
     """One of four routers. Its bucket fills again with time, and a call's estimate is corrected when it ends."""
-
     clock = Clock()
     router, who = Router(NoRedis(), clock, 4), tenant(**limits)
     at_once = [await router.admitted(who, **call) for _ in range(9)]

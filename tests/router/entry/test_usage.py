@@ -108,7 +108,6 @@ async def engine(config=SMALL, tenants=(ACME,)):
 
 async def test_sums_are_the_engines_counters_to_the_token():
     """Whole and streamed, several answers, stops, calls, repeats from the cache, prompts ahead, and one who leaves."""
-
     drafts = DraftConfig(enabled=True)
     async with engine(replace(SMALL, speculation=drafts)) as (router, service):
         say = [{"role": "user", "content": "Count: one two three one two three one two three one two"}]
@@ -162,7 +161,6 @@ async def prefill(router, said):
 @given(period=st.integers(2, 9), short=st.booleans())
 async def test_sums_are_the_engines_counters_where_steps_fail(period, short):
     """Whichever they are, of whatever request, and whatever its other answers had drawn by then."""
-
     cells, drafts = 256 if short else 4096, DraftConfig(enabled=True)
     config = replace(SMALL, cells=cells, overlap_steps="off", speculation=drafts)
     async with engine(config) as (router, service):
@@ -230,7 +228,6 @@ WORKED = Completed("stop", Usage(10, 4, 3, work=Work(6, 4, 3)), DONE.timing)
 @pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
 async def test_what_the_proxy_sends_to_another_router_is_billed_once(key):
     """As where the first one died behind its books. That an engine worked twice stands there."""
-
     async with (
         Router(FakeBackend(((WORKED,),)), [ACME]) as here,
         Router(FakeBackend(((WORKED,),)), [ACME], space=here.space) as there,
@@ -300,7 +297,6 @@ async def test_a_tenant_sees_its_own_usage_and_a_key_only_what_it_is_for():
 @given(order=st.lists(st.sampled_from("abc"), min_size=1, max_size=12), limit=st.integers(1, 4))
 async def test_whoever_goes_on_behind_the_last_row_gets_every_row_once(order, limit):
     """Of all tenants, as they were booked; also of one that has been removed."""
-
     tenants = keyed(*"abc").tenants
     async with Router(tenants=tenants) as router:
         for key in order:

@@ -276,7 +276,6 @@ async def test_an_operation_that_is_cancelled_ends_wherever_that_finds_it(record
 
 async def test_an_operation_makes_no_task(server):
     """The client makes one of each command that has a limit of its own, which takes as long as the command."""
-
     made = []
 
     def count(loop, work, **named):

@@ -146,7 +146,6 @@ def test_who_goes_past_the_cache(header, tenant, on):
 
 async def test_an_answer_has_one_age_wherever_it_lies():
     """Nothing older than its tenant's age, or than a request will have, is given: near as far."""
-
     now = [1000.0]
     records = shared_records()
     one, two = (cache(records, now=lambda: now[0]) for _ in range(2))

@@ -187,30 +187,21 @@ def test_every_call_of_a_tenant_counts_against_its_rate():
     assert world.outcomes() == {"completed": 2, "rejected": 2}
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("DELETE", "/v1/programs/p"),
-        ("GET", "/v1/tools/latency"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/pocket"),
-        ("GET", "/version"),
-    ],
-)
-def test_a_tenant_that_was_refused_is_so_again_before_its_body_is_read(method, path):
+READS = ("GET /v1/tools/latency", "GET /v1/models", "GET /v1/models/pocket", "GET /version", "DELETE /v1/programs/p")
+POSTS = ("POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize")
+
+
+@pytest.mark.parametrize("operation", [*READS, *POSTS])
+def test_a_tenant_that_was_refused_is_so_again_before_its_body_is_read(operation):
     world, read = World(tenants=TenantDirectory([OTHER])), []
 
     async def body():
-        read.append(path)
+        read.append(operation)
         yield b"{}"
 
     answers = [world.call("DELETE", "/v1/programs/x", headers=bearer("b")) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [404, 404, 429]
-    refused = world.call(method, path, content=body(), headers=bearer("b"))
+    refused = world.call(*operation.split(), content=body(), headers=bearer("b"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert read == []
     assert world.call("GET", "/health").status_code == 200
@@ -328,19 +319,11 @@ def test_without_keys_this_machine_is_called_by_its_own_names(host):
     assert world.call("GET", "/v1/models", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Host": "evil.example"},
-        {"Host": "evil.example:8000"},
-        {"Host": "localhost.evil.example"},
-        {"Host": "0.0.0.0:8000"},
-        {"Host": "192.168.1.2"},
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-        {"Origin": "http://localhost.evil.example:8000"},
-    ],
-)
+HOSTS = ("evil.example", "evil.example:8000", "localhost.evil.example", "0.0.0.0:8000", "192.168.1.2")
+ORIGINS = ("https://evil.example", "null", "http://localhost.evil.example:8000")
+
+
+@pytest.mark.parametrize("headers", [*({"Host": each} for each in HOSTS), *({"Origin": each} for each in ORIGINS)])
 def test_pages_of_others_reach_nothing_through_a_browser_here(headers):
     for path in ("/v1/models", "/metrics", "/v1/cluster/status"):
         answer = World().call("GET", path, headers=headers)

@@ -36,14 +36,11 @@ def test_a_missing_or_unknown_key_is_refused(header):
     assert refusal(TenantDirectory([ACME]), come(header)) is Refusal.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize(
-    "caller",
-    [
-        *(come(peer=peer) for peer in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")),
-        come(peer="10.0.0.5", server="10.0.0.5"),
-        come(forwarded="127.0.0.1, ::1"),
-    ],
-)
+LOCAL = ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
+SAME = (come(peer="10.0.0.5", server="10.0.0.5"), come(forwarded="127.0.0.1, ::1"))
+
+
+@pytest.mark.parametrize("caller", [*(come(peer=peer) for peer in LOCAL), *SAME])
 def test_without_keys_a_caller_on_this_machine_is_the_default_tenant(caller):
     assert TenantDirectory().authenticate(caller).tenant.name == "default"
 

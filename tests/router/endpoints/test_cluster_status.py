@@ -32,30 +32,20 @@ def test_replicas_tenants_and_programs() -> None:
     assert told["replicas"][0].items() >= {"steps": 7, "completion": 9, "cells_total": 100, "pins": 1}.items()
     assert (told["router"], told["store"]) == ("router", "ok")
     (tenant,) = told["tenants"]
-    assert tenant == {
-        "name": "default",
-        "running": 0,
-        "ended": 2,
-        "failed": 0,
-        "rejected": 1,
+    tokens = {
         "prompt_tokens": 10,
         "cached_tokens": 4,
         "completion_tokens": 3,
         "drafted_tokens": 0,
         "accepted_tokens": 0,
-        "cached_answers": 0,
     }
+    counts = {"running": 0, "ended": 2, "failed": 0, "rejected": 1, "cached_answers": 0}
+    assert tenant == {"name": "default", **counts, **tokens}
     (program,) = told["programs"]
     assert program.pop("since_s") > 0  # the world's clock is not the router's
     assert program.pop("age_s") > 0
-    assert program == {
-        "program": "trip",
-        "tenant": "default",
-        "state": "tools",
-        "turns": 1,
-        "replica": "r1",
-        "tools": "get_weather",
-    }
+    names = {"program": "trip", "tenant": "default", "replica": "r1", "tools": "get_weather"}
+    assert program == {**names, "state": "tools", "turns": 1}
 
 
 def test_the_latest_programs_first_and_no_more_than_asked_for() -> None:

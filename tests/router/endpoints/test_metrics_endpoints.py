@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from fake_backend import World, chat_body
+from fake_backend import World, bearer, chat_body, keyed
 
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
@@ -23,11 +23,8 @@ def served(**more):
 def test_every_process_is_a_target_whose_path_answers():
     world = served()
     targets = world.call("GET", "/metrics/targets").json()
-    assert {(each["labels"]["process"], each["labels"]["instance"]) for each in targets} == {
-        ("router", "router"),
-        ("replica", "r-0"),
-        ("replica", "r-1"),
-    }
+    found = {(each["labels"]["process"], each["labels"]["instance"]) for each in targets}
+    assert found == {("router", "router"), ("replica", "r-0"), ("replica", "r-1")}
     for each in targets:
         assert each["targets"] == ["127.0.0.1"], "the address at which they were asked for"
         text = world.call("GET", each["labels"]["__metrics_path__"]).text
@@ -69,7 +66,7 @@ def test_a_key_that_is_for_operating_reads_them_and_does_nothing_else():
     world = served(tenants=TenantDirectory([Tenant("acme", keys=tuple(keys))], exposed=True))
     paths = ("/metrics", "/metrics/targets", "/metrics/processes/r-0", "/v1/cluster/status")
     for scope in Scope:
-        head = {"authorization": f"Bearer {scope.value}"}
+        head = bearer(scope.value)
         found = {world.call("GET", path, headers=head).status_code for path in paths}
         assert found == ({200} if scope is Scope.OPERATE else {403})
         chat = world.call("POST", "/v1/chat/completions", json=chat_body(), headers=head)
@@ -78,31 +75,23 @@ def test_a_key_that_is_for_operating_reads_them_and_does_nothing_else():
 
 def test_a_tenants_limits_and_what_it_has_in_flight():
     limits = TenantLimits(requests_per_minute=7)
-    tenants = [Tenant(name, (hash_key(name),), limits=limits) for name in ("a", "b", "c")]
+    tenants = [Tenant(name, (hash_key(name),), limits=limits) for name in "abc"]
     world = World(tenants=TenantDirectory(tenants), config=RouterConfig(metrics_tenants=2))
     text = world.call("GET", "/metrics").text
-    assert re.findall(r'tenant_limit\{limit="(\w+)",router="router",tenant="(\w+)"\} (\S+)', text) == [
-        ("requests_per_minute", "a", "7.0"),
-        ("requests_per_minute", "b", "7.0"),
-    ]
+    found = re.findall(r'tenant_limit\{limit="(\w+)",router="router",tenant="(\w+)"\} (\S+)', text)
+    assert found == [("requests_per_minute", name, "7.0") for name in "ab"]
     in_flight = re.findall(r'tenant_requests_in_flight\{router="router",tenant="(\w+)"\}', text)
     assert sorted(in_flight) == ["a", "b", "other"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/tokenize"),
-        ("GET", "/v1/models"),
-        ("DELETE", "/v1/programs/p"),
-        ("GET", "/v1/responses/resp_1"),
-    ],
-)
-def test_a_key_that_is_none_counts_wherever_it_is_tried(method, path):
-    world = World(tenants=TenantDirectory([Tenant("a", (hash_key("a"),))]))
+OPERATIONS = ("POST /v1/chat/completions", "POST /tokenize", "GET /v1/models", "DELETE /v1/programs/p")
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, "GET /v1/responses/resp_1"])
+def test_a_key_that_is_none_counts_wherever_it_is_tried(operation):
+    world = World(tenants=keyed("a"))
     for key in ("guessed", "another"):
-        assert world.call(method, path, headers={"authorization": f"Bearer {key}"}).status_code == 401
+        assert world.call(*operation.split(), headers=bearer(key)).status_code == 401
     labels = {"tenant": "", "reason": "invalid_api_key"}
     assert world.registry.get_sample_value("holdfast_request_errors_total", labels) == 2
 

@@ -97,11 +97,8 @@ def test_the_official_client_streams_the_same_message():
         whole = official(url).messages.create(**body(tools=[TOOL]), extra_headers={"cache-control": "no-cache"})
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
-    known = [
-        {name: block.to_dict().get(name) for name in whole_.to_dict()}
-        for block, whole_ in zip(streamed.content, whole.content, strict=True)
-    ]
-    assert known == [block.to_dict() for block in whole.content]
+    for block, same in zip(streamed.content, whole.content, strict=True):
+        assert {name: block.to_dict().get(name) for name in same.to_dict()} == same.to_dict()
     assert (streamed.stop_reason, whole.stop_reason) == ("tool_use", "tool_use")
     assert streamed.usage.to_dict() == whole.usage.to_dict()
     thinking, text, first, second = whole.content
@@ -121,18 +118,10 @@ def test_a_tool_loop_of_the_official_client():
         messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
         world.backend.script = HELLO
         assert client.messages.create(**body(messages=messages, tools=[TOOL])).content[0].text == "Hello!"
+    function = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
     assert world.backend.requests[-1].prompt.messages[1:] == [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "get_weather", "arguments": '{"city":"Oslo"}'},
-                }
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
     ]
     # The second turn goes on with the conversation of the first, which nobody has named.
@@ -282,21 +271,13 @@ def test_tools_of_anthropics_types_that_a_client_runs_are_declared():
 
 
 def test_fields_nobody_knows_further_in_are_told_and_counted():
+    inner = [{"type": "text", "text": "x", "inner": 1}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": inner}
+    document = {"type": "document", "source": {"type": "text", "data": "x"}}
     said = [
         {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}, "mood": 1}], "an odd one": 2},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"any": 1}, "new": 1}]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "a",
-                    "content": [{"type": "text", "text": "x", "inner": 1}],
-                    "took_s": 1,
-                },
-                {"type": "document", "source": {"type": "text", "data": "x"}, "title": "t"},
-            ],
-        },
+        {"role": "user", "content": [result | {"took_s": 1}, document | {"title": "t"}]},
     ]
     world = World()
     given = {
@@ -307,18 +288,9 @@ def test_fields_nobody_knows_further_in_are_told_and_counted():
         "output_config": {"effort": "low", "depth": 1},
     }
     told = post(world, **given).headers["x-holdfast-skipped"].split(", ")
-    assert told == [
-        "messages.content.content.inner",
-        "messages.content.mood",
-        "messages.content.new",
-        "messages.content.title",
-        "messages.content.took_s",
-        "messages.unknown",
-        "output_config.depth",
-        "system.old",
-        "tool_choice.why",
-        "tools.input_examples",
-    ]
+    in_content = [f"messages.content.{name}" for name in ("content.inner", "mood", "new", "title", "took_s")]
+    others = ["messages.unknown", "output_config.depth", "system.old", "tool_choice.why", "tools.input_examples"]
+    assert told == [*in_content, *others]
     labels = {"tenant": "default", "endpoint": "messages"}
     assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == len(told)
 

@@ -98,19 +98,10 @@ def test_case_texts(body, roles):
 
 def test_case_a_streamed_text():
     found = streamed(World(), **said(("user", "Count from 1 to 5.")))
-    assert [event["type"].removeprefix("response.") for event in found] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "completed",
-    ]
+    begins = ["created", "in_progress", "output_item.added", "content_part.added"]
+    ends = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    assert kinds == [*begins, *["output_text.delta"] * 3, *ends]
     assert "".join(event["delta"] for event in found if "delta" in event) == "Hello!"
     assert found[-1]["response"]["output"] == [found[-2]["item"]]
 
@@ -309,18 +300,10 @@ def test_fields_nobody_knows_further_in_are_told_and_counted():
         "reasoning": {"effort": "low", "depth": 1},
     }
     answer = post(world, **body)
-    assert answer.headers["x-holdfast-skipped"].split(", ") == [
-        "web_search",
-        "something_new",
-        "input.content.mood",
-        "input.content.of",
-        "input.deep",
-        "input.output.x",
-        "input.unknown",
-        "reasoning.depth",
-        "text.format.title",
-        "tools.defer_loading",
-    ]
+    assert answer.headers["x-holdfast-skipped"] == (
+        "web_search, something_new, input.content.mood, input.content.of, input.deep, input.output.x, input.unknown, "
+        "reasoning.depth, text.format.title, tools.defer_loading"
+    )
     labels = {"tenant": "default", "endpoint": "responses"}
     assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == 10
     listed = world.call("GET", f"{PATH}/{answer.json()['id']}/input_items?order=asc").json()["data"]
@@ -357,10 +340,9 @@ def test_every_kind_of_item_survives_the_round_trip():
     made = post(world, input=ITEMS)
     assert made.headers["x-holdfast-skipped"] == "web_search_call, something_new"
     listed = world.call("GET", f"{PATH}/{made.json()['id']}/input_items?order=asc").json()["data"]
-    assert [
-        {name: value for name, value in item.items() if name in given}
-        for item, given in zip(listed, ITEMS, strict=True)
-    ] == [{name: value for name, value in given.items() if value is not None} for given in ITEMS]
+    for item, given in zip(listed, ITEMS, strict=True):
+        without_nulls = {name: value for name, value in given.items() if value is not None}
+        assert {name: value for name, value in item.items() if name in given} == without_nulls
     assert len({item["id"] for item in listed}) == len(ITEMS)
     messages = world.backend.requests[0].prompt.messages
     assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant", "tool"]

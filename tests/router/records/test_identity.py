@@ -33,19 +33,10 @@ def test_the_first_name_in_the_documented_order_counts():
     assert key(ClaimedIds(None, "response", "cache")) == "acme/response"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "X-Program-ID",
-        "X-Session-ID",
-        "X-Session-Affinity",
-        "X-Claude-Code-Session-Id",
-        "x-opencode-session",
-        "session-id",
-        "session_id",
-        "conversation_id",
-    ],
-)
+SESSIONS = ("X-Program-ID", "X-Session-ID", "X-Session-Affinity", "X-Claude-Code-Session-Id", "x-opencode-session")
+
+
+@pytest.mark.parametrize("name", [*SESSIONS, "session-id", "session_id", "conversation_id"])
 def test_the_session_headers_of_known_agents_name_the_program(name):
     assert key(headers={name: "s"}) == "acme/s"
 

@@ -70,11 +70,8 @@ def answered():
     """A reply that calls a tool, as the client sends it back and as it was."""
     call = ToolCall(f"call_{next(numbers)}", "ls", "{}")
     function = {"name": "ls", "arguments": "{}"}
-    said = {
-        "role": "assistant",
-        "content": " Looking.\n",
-        "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
-    }
+    calls = [{"id": call.call_id, "type": "function", "function": function}]
+    said = {"role": "assistant", "content": " Looking.\n", "tool_calls": calls}
     return said, Answer("Looking.", (call,), (), "tool_calls", Usage(), Timing(0.0))
 
 

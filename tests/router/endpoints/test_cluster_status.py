@@ -39,8 +39,8 @@ def test_replicas_tenants_and_programs() -> None:
         "drafted_tokens": 0,
         "accepted_tokens": 0,
     }
-    counts = {"running": 0, "ended": 2, "failed": 0, "rejected": 1, "cached_answers": 0}
-    assert tenant == {"name": "default", **counts, **tokens}
+    counts = {"ended": 2, "rejected": 1, "running": 0, "failed": 0, "cached_answers": 0}
+    assert tenant == {"name": "default", **counts, **tokens, "drafted_tokens": 0, "accepted_tokens": 0}
     (program,) = told["programs"]
     assert program.pop("since_s") > 0  # the world's clock is not the router's
     assert program.pop("age_s") > 0

@@ -340,9 +340,9 @@ def test_every_kind_of_item_survives_the_round_trip():
     made = post(world, input=ITEMS)
     assert made.headers["x-holdfast-skipped"] == "web_search_call, something_new"
     listed = world.call("GET", f"{PATH}/{made.json()['id']}/input_items?order=asc").json()["data"]
-    for item, given in zip(listed, ITEMS, strict=True):
-        without_nulls = {name: value for name, value in given.items() if value is not None}
-        assert {name: value for name, value in item.items() if name in given} == without_nulls
+    for item, sent in zip(listed, ITEMS, strict=True):
+        without_nulls = {name: value for name, value in sent.items() if value is not None}
+        assert {name: value for name, value in item.items() if name in sent} == without_nulls
     assert len({item["id"] for item in listed}) == len(ITEMS)
     messages = world.backend.requests[0].prompt.messages
     assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant", "tool"]

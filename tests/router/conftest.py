@@ -1,10 +1,12 @@
-"""Redis servers of a module's and of a test's own, and the event loop of tests that are coroutines."""
+"""Redis servers and records of a test's own, and the event loop of tests that are coroutines."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer
+from redis_server import RedisServer, shared_records
+
+from holdfast.router.records.store import Records
 
 
 @pytest.fixture
@@ -21,10 +23,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One for all tests of a module; each has a namespace of its own there."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+@pytest.fixture
+async def store(server: RedisServer) -> AsyncIterator[Records]:
+    """Records of the test's own server."""
+    records = server.records()
+    yield records
+    await records.close()
+
+
+@pytest.fixture
+async def records() -> AsyncIterator[Records]:
+    """Records in a namespace of the test's own, of a server that many tests share."""
+    records = shared_records()
+    yield records
+    await records.disconnect()

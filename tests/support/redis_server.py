@@ -46,6 +46,10 @@ class RedisServer:
     def client(self, **options):
         return redis.Redis(unix_socket_path=str(self.socket), **options)
 
+    def records(self, **settings):
+        """Records of this server. Who makes them closes them."""
+        return Records(RedisAddress(self.url), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
+
     def kill(self):
         self.process.kill()
         self.process.communicate()

@@ -115,7 +115,9 @@ def affinity(health: ReplicaHealth | None = None, **config: Any) -> AffinityRout
     return made
 
 
-async def first_choice(made: AffinityRouter, replicas: list[Any], request: PendingRequest) -> str:
+async def first_choice(made: AffinityRouter, names: str, request: PendingRequest) -> str:
+    """The replica, one of these, that a turn is sent to if it is not full."""
+    replicas = [replica(name) for name in names]
     lists(made, replicas)
     ranking = await made.choose_replicas(replicas, request)
     return str(ranking[0][0].replica_id.unique_id)
@@ -123,26 +125,23 @@ async def first_choice(made: AffinityRouter, replicas: list[Any], request: Pendi
 
 async def test_a_routed_program_stays_when_others_come_and_moves_once_when_its_replica_goes() -> None:
     made = affinity()
-    a, b, c = replica("a"), replica("b"), replica("c")
-    home = await first_choice(made, [a, b], pending("t/p"))
+    home = await first_choice(made, "ab", pending("t/p"))
     made.on_request_routed(pending("t/p"), ReplicaID(home, DEPLOYMENT), None)
     for _ in range(3):
-        assert await first_choice(made, [a, b, c], pending("t/p")) == home
-    left = [each for each in (a, b, c) if each.replica_id.unique_id != home]
-    moved = await first_choice(made, left, pending("t/p"))
+        assert await first_choice(made, "abc", pending("t/p")) == home
+    moved = await first_choice(made, "abc".replace(home, ""), pending("t/p"))
     made.on_request_routed(pending("t/p"), ReplicaID(moved, DEPLOYMENT), None)
-    assert await first_choice(made, [a, b, c], pending("t/p")) == moved
+    assert await first_choice(made, "abc", pending("t/p")) == moved
 
 
 async def test_the_clusters_record_is_taken_out_of_the_call_and_counts_more_than_what_one_router_remembers() -> None:
     made = affinity()
-    replicas = [replica(name) for name in "abcdef"]
     made.on_request_routed(pending("t/p"), ReplicaID("a", DEPLOYMENT), None)
     request = pending("t/p", **{HINT: RoutingHint("b")})  # it was moved by another router
-    assert await first_choice(made, replicas, request) == "b"
+    assert await first_choice(made, "abcdef", request) == "b"
     assert request.kwargs == {}
-    assert await first_choice(made, replicas, request) == "b", "ranked again, while it waits"
-    assert await first_choice(made, replicas, pending("t/p", **{HINT: RoutingHint("gone")})) == "b"
+    assert await first_choice(made, "abcdef", request) == "b", "ranked again, while it waits"
+    assert await first_choice(made, "abcdef", pending("t/p", **{HINT: RoutingHint("gone")})) == "b"
 
 
 def bound(program: str, home: str) -> PendingRequest:
@@ -213,32 +212,29 @@ async def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -
 
 async def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> None:
     made = affinity()
-    replicas = [replica(name) for name in "abcdef"]
     for home in "abcdef":
         known = RoutingHint(parent=home, prefixes=("d",), tokens=2000, prefix_tokens=2000)
         child = pending(f"t/child of {home}", **{HINT: known})
-        assert await first_choice(made, replicas, child) == home
-        assert await first_choice(made, replicas, child) == home, "asked again, while it waits"
+        assert await first_choice(made, "abcdef", child) == home
+        assert await first_choice(made, "abcdef", child) == home, "asked again, while it waits"
         own = pending("t/a", **{HINT: RoutingHint("a", parent=home)})
-        assert await first_choice(made, replicas, own) == "a"
+        assert await first_choice(made, "abcdef", own) == "a"
 
 
 async def test_a_branch_goes_where_the_conversation_that_it_leaves_was_sent() -> None:
     made = affinity()
-    replicas = [replica(name) for name in "abcdefgh"]
     asked = turn("t/first", 1.0)
     asked.kwargs[HINT] = RoutingHint("f", tokens=3000, histories=(("one", 3000),))
-    assert await first_choice(made, replicas, asked) == "f"
+    assert await first_choice(made, "abcdefgh", asked) == "f"
     made.on_request_routed(asked, ReplicaID("f", DEPLOYMENT), None)
     branch = RoutingHint(tokens=3500, histories=(("other", 3500), ("one", 3000)))
-    assert await first_choice(made, replicas, pending("t/branch", **{HINT: branch})) == "f"
+    assert await first_choice(made, "abcdefgh", pending("t/branch", **{HINT: branch})) == "f"
 
 
 async def test_routers_without_redis_agree_on_the_place_of_a_program() -> None:
-    replicas = [replica(name) for name in "abcdefgh"]
     for i in range(20):
-        alone = {HINT: RoutingHint(tokens=100, shared=False)}
-        first, second = [await first_choice(affinity(), replicas, pending(f"t/{i}", **dict(alone))) for _ in range(2)]
+        alone = [pending(f"t/{i}", **{HINT: RoutingHint(tokens=100, shared=False)}) for _ in range(2)]
+        first, second = [await first_choice(affinity(), "abcdefgh", each) for each in alone]
         assert first == second
 
 
@@ -246,8 +242,7 @@ async def test_a_silent_replica_gets_no_turns_until_it_reports_again() -> None:
     now = [0.0]
     health = ReplicaHealth(lambda: now[0])
     made = affinity(health)
-    a, b = replica("a"), replica("b")
-    assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "a"
+    assert await first_choice(made, "ab", pending("t/p", **{HINT: RoutingHint("a")})) == "a"
     for each in "ab":
         health.report(each, LoadReport())
     now[0] = 10.0
@@ -256,7 +251,7 @@ async def test_a_silent_replica_gets_no_turns_until_it_reports_again() -> None:
     assert set(made._available) == {"a", "b"}, "the channel was not open for long enough to know"
     health.check(silent_s=6.0, open_s=10.0)
     assert set(made._available) == {"b"}
-    assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "b"
+    assert await first_choice(made, "ab", pending("t/p", **{HINT: RoutingHint("a")})) == "b"
     health.report("a", LoadReport())
     assert set(made._available) == {"a", "b"}
 
@@ -482,27 +477,25 @@ async def test_calls_that_are_no_turns_go_first_and_broadcasts_take_no_slot() ->
 
 async def test_what_replicas_say_that_they_have_decides_for_new_programs() -> None:
     made = affinity()
-    a, b = replica("a"), replica("b")
-    await first_choice(made, [a, b], pending(""))
+    await first_choice(made, "ab", pending(""))
     accepted = []
-    for each, says in ((a, 3), (b, 2)):  # those of other routers among them
-        made.on_request_routed(turn(f"t/{each.replica_id.unique_id}", 1.0), each.replica_id, None)
-        request = turn(f"t/{each.replica_id.unique_id}", 1.0)
-        assert (await made.choose(request)).replica_id == each.replica_id
-        made.on_new_queue_len_info(each.replica_id, says)
-        made.on_request_routed(request, each.replica_id, None)
-        accepted.append(request)
-    assert await first_choice(made, [a, b], pending("")) == "b"
-    ends(made, accepted[0], a.replica_id)
-    ends(made, accepted[1], b.replica_id)
-    assert await first_choice(made, [a, b], pending("")) == "b"
+    for name, says in (("a", 3), ("b", 2)):  # those of other routers among them
+        at, request = ReplicaID(name, DEPLOYMENT), turn(f"t/{name}", 1.0)
+        made.on_request_routed(turn(f"t/{name}", 1.0), at, None)
+        assert (await made.choose(request)).replica_id == at
+        made.on_new_queue_len_info(at, says)
+        made.on_request_routed(request, at, None)
+        accepted.append((request, at))
+    assert await first_choice(made, "ab", pending("")) == "b"
+    for request, at in accepted:
+        ends(made, request, at)
+    assert await first_choice(made, "ab", pending("")) == "b"
 
 
 async def test_what_a_replica_said_when_a_request_came_that_is_over_says_nothing_of_now() -> None:
     """Serve hands it on with the answer, where that does not stream: a replica long idle looked as busy as it was."""
     made = affinity()
-    a, b = replica("a"), replica("b")
-    await first_choice(made, [a, b], pending(""))
+    await first_choice(made, "ab", pending(""))
     request = turn("t/p", 1.0)
     home = (await made.choose(request)).replica_id
     ends(made, request, home)

@@ -4,16 +4,8 @@ import pytest
 from waiting import until_async
 
 from holdfast.router.dispatch.fair_share_sync import FairShareSync, Ledger
-from holdfast.router.records.store import Records, RedisAddress
 
 pytestmark = pytest.mark.anyio
-
-PATIENT = 60.0
-RETRY = 0.01
-
-
-def store_at(server) -> Records:
-    return Records(RedisAddress(server.url), PATIENT, RETRY)
 
 
 class Away:
@@ -43,10 +35,9 @@ async def look(sync: FairShareSync) -> dict[str, float]:
     return dict(sync._sharing.heard)
 
 
-async def test_each_hears_what_the_others_have_served_since_it_takes_part(server):
-    store = store_at(server)
+async def test_each_hears_what_the_others_have_served_since_it_takes_part(records):
     parties = [One() for _ in range(3)]
-    syncs = [FairShareSync(store, "steps", one) for one in parties]
+    syncs = [FairShareSync(records, "steps", one) for one in parties]
     for sync, one in zip(syncs, parties, strict=True):
         one.serve("interactive/a", 1.0)
         await sync.sync()
@@ -60,12 +51,11 @@ async def test_each_hears_what_the_others_have_served_since_it_takes_part(server
     heard = [one.heard["interactive/a"] for one in parties]
     # The first two also hear of what was served before the others took part.
     assert heard == pytest.approx([4 * 5 + 2, 4 * 4 + 1, 4 * 3])
-    await store.close()
 
 
-async def test_what_was_served_while_redis_was_away_is_told_afterwards(server):
-    store, one, two = store_at(server), One(), One()
-    mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
+async def test_what_was_served_while_redis_was_away_is_told_afterwards(records):
+    one, two = One(), One()
+    mine, other = FairShareSync(records, "steps", one), FairShareSync(records, "steps", two)
     one.serve("batch/a", 1.0)
     await mine.sync()
     two.serve("batch/a", 5.0)
@@ -73,11 +63,10 @@ async def test_what_was_served_while_redis_was_away_is_told_afterwards(server):
     mine._scripts = Away()
     one.serve("batch/a", 2.0)
     assert await look(mine) == {}
-    mine._scripts = store
+    mine._scripts = records
     one.serve("batch/a", 4.0)
     assert await look(mine) == pytest.approx({"batch/a": 5.0})
     assert await look(other) == pytest.approx({"batch/a": 6.0})
-    await store.close()
 
 
 def test_a_tenant_that_was_forgotten_begins_again_and_takes_nothing_back():
@@ -102,8 +91,8 @@ def test_a_tenant_that_was_forgotten_begins_again_and_takes_nothing_back():
     assert not ledger._idle
 
 
-async def test_a_redis_that_has_lost_the_sums_invents_nothing(server):
-    store, one, two = store_at(server), One(), One()
+async def test_a_redis_that_has_lost_the_sums_invents_nothing(store):
+    one, two = One(), One()
     mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
     one.serve("interactive/a", 100.0)
     two.serve("interactive/a", 50.0)
@@ -115,12 +104,11 @@ async def test_a_redis_that_has_lost_the_sums_invents_nothing(server):
     two.serve("interactive/a", 3.0)
     assert await look(other) == {}
     assert await look(mine) == pytest.approx({"interactive/a": 3.0})
-    await store.close()
 
 
-async def test_it_syncs_by_itself(server):
-    store, one, two = store_at(server), One(), One()
-    syncs = [FairShareSync(store, "slots", each) for each in (one, two)]
+async def test_it_syncs_by_itself(records):
+    one, two = One(), One()
+    syncs = [FairShareSync(records, "slots", each) for each in (one, two)]
     for sync in syncs:
         sync.start(0.01)
 
@@ -132,4 +120,3 @@ async def test_it_syncs_by_itself(server):
     await until_async(heard)
     for sync in syncs:
         await sync.close()
-    await store.close()

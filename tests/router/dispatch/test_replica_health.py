@@ -28,9 +28,8 @@ from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Pending
 from holdfast.router.dispatch.dispatch_queue import QueueStats, SlotShares
 from holdfast.router.dispatch.replica_health import REPORT_S, Listener, ReplicaHealth, Reporter, decode, encode
 from holdfast.router.placement import PlacementConfig
-from holdfast.router.records.store import Records, RedisAddress
+from holdfast.router.records.store import Records
 
-PATIENT = 60.0
 OFTEN = 0.01
 SILENT = 10 * OFTEN
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
@@ -68,17 +67,13 @@ class Watcher:
         self.changed.set()
 
 
-def store_at(server: RedisServer) -> Records:
-    return Records(RedisAddress(server.url), PATIENT, OFTEN)
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # Redis is not of a virtual time
 async def test_reports_cross_redis_and_its_loss(server: RedisServer) -> None:
     watcher = Watcher()
     health = ReplicaHealth(watcher.clock)
     health.routers.add(watcher)
-    stores = [store_at(server) for _ in range(3)]
+    stores = [server.records() for _ in range(3)]
     loads: dict[str, LoadReport | None] = {
         "a": LoadReport(running=1),
         "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5),

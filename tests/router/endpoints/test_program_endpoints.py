@@ -65,13 +65,16 @@ def test_a_turn_that_calls_nothing_has_no_interval():
         }
 
 
-def test_replicas_are_told_how_many_turns_led_to_answers():
+def test_replicas_are_told_when_a_run_began_and_how_many_turns_led_to_answers():
+    """Seniority is a run's: a name that is used for ever does not outrank the others for ever."""
     world = make()
     for last in (False, False, True, False, True, True):
         world.backend.script = calling("ls", last=last)
+        world.now += 10.0
         chat(world)
-    told = [(request.program_turns, request.answered_turns) for request in world.backend.requests]
-    assert told == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 5)]
+    requests = world.backend.requests
+    told = [(each.program_turns, each.answered_turns, each.program_arrival - 1_000_000.0) for each in requests]
+    assert told == [(0, 0, 10.0), (1, 0, 10.0), (2, 0, 10.0), (3, 3, 40.0), (4, 3, 40.0), (5, 5, 60.0)]
 
 
 def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
@@ -146,18 +149,6 @@ def test_a_programs_name_may_hold_anything_that_a_url_can_say():
     world.chat(program_id="a/b c~")
     assert world.call("DELETE", "/v1/programs/a%2Fb%20c~").status_code == 200
     assert world.call("DELETE", "/v1/programs/" + "x" * 999).status_code == 400
-
-
-def test_seniority_is_a_runs():
-    """A name that is used for ever does not outrank the others for ever."""
-    world = make()
-    arrivals = []
-    for last in (False, True, False, True):
-        world.backend.script = calling("ls", last=last)
-        world.now += 10.0
-        chat(world)
-        arrivals.append(world.backend.requests[-1].program_arrival - 1_000_000.0)
-    assert arrivals == [10.0, 10.0, 30.0, 30.0]
 
 
 def test_a_program_that_has_rested_begins_anew():

@@ -11,14 +11,14 @@ import pytest
 from fake_backend import bearer, keyed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_server import PATIENT, RedisServer, TestRecords, key_file, shared_records, shared_server
+from redis_server import RedisServer, TestRecords, key_file, shared_records, shared_server
 from replicas_in_process import Loop, Replicas, Router, Trap
 from waiting import until_async
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.router.config import RouterConfig
 from holdfast.router.records.session_histories import SessionHistories
-from holdfast.router.records.store import Records, RedisAddress
+from holdfast.router.records.store import Records
 from holdfast.router.tenants import TenantDirectory
 
 CONFIG = EngineConfig(
@@ -440,7 +440,7 @@ def test_histories_are_encrypted_where_answers_are(loop: Loop, engines: Replicas
 
 def test_two_routers_over_a_redis_that_is_lost(loop: Loop, engines: Replicas, server: RedisServer) -> None:
     async def connect() -> Records:
-        return Records(RedisAddress(server.url), PATIENT, 0.01)
+        return server.records()
 
     records = [loop.run(connect()) for _ in range(2)]
     one, two = (Router(loop, engines, each) for each in records)

@@ -11,7 +11,7 @@ from holdfast.router.entry.admission import Entry
 from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.metrics import RouterMetrics
 from holdfast.router.placement import Reason
-from holdfast.router.records.store import Records, RedisAddress, RedisInfo
+from holdfast.router.records.store import RedisInfo
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(server):
     metrics = RouterMetrics(CollectorRegistry())
-    store = Records(RedisAddress(server.url), timeout_s=60.0, observe=metrics.stored)
+    store = server.records(observe=metrics.stored)
     watch_redis(metrics, store)
     value = metrics.registry.get_sample_value
     await store.script("return {redis.call('INCR', KEYS[1])}", ["a"], [])

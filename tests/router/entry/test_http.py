@@ -45,13 +45,18 @@ PART = {"type": "http.request", "body": b"x" * 100, "more_body": True}
 
 
 @pytest.mark.parametrize(
-    ("messages", "expected"),
-    [([PART, GONE], http.CLIENT_GONE), ([PART], 408), ([PART] * 20, 413), ([PART, {**PART, "more_body": False}], 400)],
+    ("messages", "expected", "outcome"),
+    [
+        pytest.param([PART, GONE], http.CLIENT_GONE, "aborted", id="its client leaves"),
+        pytest.param([PART], 408, "rejected", id="no more comes"),
+        pytest.param([PART] * 20, 413, "rejected", id="too long"),
+        pytest.param([PART, {**PART, "more_body": False}], 400, "rejected", id="no JSON"),
+    ],
 )
-def test_a_body_in_parts_is_given_back_however_it_ends(messages, expected):
+def test_a_body_in_parts_is_given_back_however_it_ends(messages, expected, outcome):
     world = World(config=replace(BOUNDED, body_timeout_s=0.1) if expected == 408 else BOUNDED)
     assert status(world, messages) == expected
-    assert world.in_flight() == 0
+    assert (world.outcomes(), world.in_flight()) == ({outcome: 1}, 0)
 
 
 def test_a_body_in_parts_is_all_that_came():

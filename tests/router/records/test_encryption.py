@@ -12,7 +12,7 @@ from waiting import until_async
 
 from holdfast.replicas.requests import ReasoningDelta
 from holdfast.router.config import RouterConfig
-from holdfast.router.records.store import Encryption, Records, RedisAddress
+from holdfast.router.records.store import Encryption
 from holdfast.router.records.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
 
 pytestmark = pytest.mark.anyio
@@ -97,7 +97,7 @@ def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path
 
 async def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: RedisServer):
     def router():
-        records = Records(RedisAddress(server.url), 60.0, retry_s=0.01)
+        records = server.records()
         return records, ItemEncryption(records, "")
 
     (one_records, one), (two_records, two) = router(), router()

@@ -4,14 +4,13 @@ import asyncio
 from itertools import count
 
 import pytest
-from redis_server import PATIENT, records_away, shared_records
+from redis_server import records_away, shared_records
 from waiting import until_async
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, Timing, ToolCall, Usage
 from holdfast.router.records.conversations import REPLIES, conversation, mark_of
 from holdfast.router.records.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
-from holdfast.router.records.store import Records, RedisAddress
 
 pytestmark = pytest.mark.anyio
 
@@ -329,24 +328,21 @@ async def test_a_router_goes_by_what_it_remembers():
         await table.forget("acme/p")
 
 
-async def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server):
-    records = Records(RedisAddress(server.url), PATIENT, 0.01)
-    table = ProgramTable(records)
+async def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server, store):
+    table = ProgramTable(store)
     await turn(table, "acme/p", "r1")
     server.kill()
     away = await table.begin("acme/p")
     assert (away.program.last_replica, away.shared) == ("r1", False)
     server.start()
-    await until_async(lambda: not records.degraded)
+    await until_async(lambda: not store.degraded)
     await table.end(away, "r2", "ls")  # Redis has come back empty, and there is nothing to count
     begun = await table.begin("acme/p")
     assert (begun.program.turns, begun.program.last_replica, begun.shared) == (0, "r2", True)
-    await records.close()
 
 
-async def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
-    records = Records(RedisAddress(server.url), PATIENT, 0.01)
-    table = ProgramTable(records)
+async def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server, store):
+    table = ProgramTable(store)
     await turn(table, "acme/p", "r1", "ls")
     with server.client() as client:
         kept = {key: client.dump(key) for key in client.scan_iter()}
@@ -356,8 +352,7 @@ async def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(serve
     with server.client() as client:
         for key, value in kept.items():
             client.restore(key, 0, value)
-    await until_async(lambda: not records.degraded)
+    await until_async(lambda: not store.degraded)
     await table.end(away, "r2", "sed")
     begun = await table.begin("acme/p")
     assert (begun.program.turns, begun.program.last_replica, begun.pause.tools) == (2, "r2", "sed")
-    await records.close()

@@ -16,17 +16,10 @@ from holdfast.router.records.store import ABSENT, Encryption, PasswordFile, PutR
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def records():
-    records = shared_records()
-    yield records
-    await records.disconnect()
-
-
 @contextlib.asynccontextmanager
 async def opened(server, **settings):
     """The records of a server that the test kills or configures."""
-    records = Records(RedisAddress(server.url), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
+    records = server.records(**settings)
     try:
         yield records
     finally:
@@ -228,18 +221,18 @@ async def test_many_at_once_share_the_connections(records):
 async def test_a_password_that_changes_is_read_again(server, tmp_path):
     file = tmp_path / "password"
     file.write_text("p:a/s@s\n")
-    async with opened(server) as open_to_all:
-        await open_to_all._redis.config_set("requirepass", "p:a/s@s")
+    with server.client() as open_to_all:
+        open_to_all.config_set("requirepass", "p:a/s@s")
         records = Records(RedisAddress(server.url, file), PATIENT, 0.01)
         await records.put("k/t/a", b"1", 60.0)
-        await open_to_all._redis.config_set("requirepass", "new")
-        await records._redis.connection_pool.disconnect()  # as by a server that was started anew
-        with pytest.raises(UnavailableError):
-            await records.get("k/t/a")
-        file.write_text("new")
-        await recovered(records)
-        assert await value(records, "k/t/a") == b"1"
-        await records.close()
+        open_to_all.config_set("requirepass", "new")
+    await records._redis.connection_pool.disconnect()  # as by a server that was started anew
+    with pytest.raises(UnavailableError):
+        await records.get("k/t/a")
+    file.write_text("new")
+    await recovered(records)
+    assert await value(records, "k/t/a") == b"1"
+    await records.close()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +267,7 @@ async def test_an_operation_that_is_cancelled_ends_wherever_that_finds_it(record
         assert done, steps
 
 
-async def test_an_operation_makes_no_task(server):
+async def test_an_operation_makes_no_task(store):
     """The client makes one of each command that has a limit of its own, which takes as long as the command."""
     made = []
 
@@ -282,9 +275,8 @@ async def test_an_operation_makes_no_task(server):
         made.append(work)
         return asyncio.Task(work, loop=loop, **named)
 
-    async with opened(server) as records:
-        await records.put("k/t/a", b"1", 60.0)  # connects
-        asyncio.get_running_loop().set_task_factory(count)
-        await records.put("k/t/a", b"2", 60.0)
-        assert await value(records, "k/t/a") == b"2"
-        assert not made
+    await store.put("k/t/a", b"1", 60.0)  # connects
+    asyncio.get_running_loop().set_task_factory(count)
+    await store.put("k/t/a", b"2", 60.0)
+    assert await value(store, "k/t/a") == b"2"
+    assert not made

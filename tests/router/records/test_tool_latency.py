@@ -4,20 +4,13 @@ import random
 from dataclasses import astuple
 
 import pytest
-from redis_server import records_away, shared_records
+from redis_server import records_away
 
 from holdfast.replicas.retention.latency import RECENT, LatencyBook, LatencySnapshot, ToolLatency
 from holdfast.router.records import tool_latency
 from holdfast.router.records.tool_latency import STREAM, TTL_S, Reader, ToolLatencies
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def records():
-    records = shared_records()
-    yield records
-    await records.disconnect()
 
 
 async def test_readers_come_to_the_figures_of_one_process(records, monkeypatch):

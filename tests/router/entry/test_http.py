@@ -14,30 +14,28 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.entry import http
 from holdfast.router.entry.admission import BodyBytes, Shares, read_body
 
+pytestmark = pytest.mark.anyio
+
 PATIENT = 60.0  # seconds a slow machine may take
 PATH = "/v1/chat/completions"
 GONE = {"type": "http.disconnect"}
 BODY = orjson.dumps(chat_body())
 
 
-def status(world, messages):
+async def status(world, messages):
     """The status of the answer to a chat completion. After `messages` its client says nothing more."""
+    coming, sent = list(messages), []
 
-    async def scenario():
-        coming, sent = list(messages), []
+    async def receive():
+        if not coming:
+            await asyncio.Event().wait()
+        return coming[0] if coming[0] is GONE else coming.pop(0)
 
-        async def receive():
-            if not coming:
-                await asyncio.Event().wait()
-            return coming[0] if coming[0] is GONE else coming.pop(0)
+    async def send(message):
+        sent.append(message)
 
-        async def send(message):
-            sent.append(message)
-
-        await world.app(http_scope(PATH), receive, send)
-        return sent[0]["status"]
-
-    return asyncio.run(scenario())
+    await world.app(http_scope(PATH), receive, send)
+    return sent[0]["status"]
 
 
 BOUNDED = RouterConfig(max_body_bytes=1000, body_timeout_s=PATIENT)
@@ -53,16 +51,16 @@ PART = {"type": "http.request", "body": b"x" * 100, "more_body": True}
         pytest.param([PART, {**PART, "more_body": False}], 400, "rejected", id="no JSON"),
     ],
 )
-def test_a_body_in_parts_is_given_back_however_it_ends(messages, expected, outcome):
+async def test_a_body_in_parts_is_given_back_however_it_ends(messages, expected, outcome):
     world = World(config=replace(BOUNDED, body_timeout_s=0.1) if expected == 408 else BOUNDED)
-    assert status(world, messages) == expected
+    assert await status(world, messages) == expected
     assert (world.outcomes(), world.in_flight()) == ({outcome: 1}, 0)
 
 
-def test_a_body_in_parts_is_all_that_came():
+async def test_a_body_in_parts_is_all_that_came():
     parts = [{"type": "http.request", "body": BODY[at : at + 7], "more_body": True} for at in range(0, len(BODY), 7)]
     world = World(config=BOUNDED)
-    assert status(world, [*parts, {"type": "http.request", "body": b""}]) == 200
+    assert await status(world, [*parts, {"type": "http.request", "body": b""}]) == 200
     assert world.backend.requests[0].prompt.messages[0]["content"] == "hello"
 
 

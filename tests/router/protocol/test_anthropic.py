@@ -295,33 +295,36 @@ def test_fields_nobody_knows_further_in_are_told_and_counted():
     assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == len(told)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+OWN, HIGH = {"enable_thinking": True, "a": 1}, {"reasoning_effort": "high"}
+
+
+def thinking(kind, expected):
+    given = {"thinking": {"type": kind, "budget_tokens": 1024}}
+    return given, {"template_kwargs": {"enable_thinking": expected}, "thinking_budget": 1024}
+
+
 @pytest.mark.parametrize(
-    ("thinking", "expected"), [(None, False), ("disabled", False), ("enabled", True), ("adaptive", True)]
+    ("given", "expected"),
+    [
+        ({}, {"template_kwargs": {"enable_thinking": False}, "thinking_budget": None}),
+        thinking("disabled", False),
+        thinking("enabled", True),
+        thinking("adaptive", True),
+        ({"output_config": {"effort": "high"}, "chat_template_kwargs": OWN}, {"template_kwargs": OWN | HIGH}),
+        ({"output_config": {"format": FORMAT, "effort": "low"}}, {"output": JsonOutput(SCHEMA, strict=True)}),
+    ],
 )
-def test_thinking_is_asked_for(thinking, expected):
-    given = None if thinking is None else {"type": thinking, "budget_tokens": 1024}
-    prompt = prompted(World(), thinking=given)
-    assert prompt.template_kwargs == {"enable_thinking": expected}
-    assert prompt.thinking_budget == (None if thinking is None else 1024)
-
-
-def test_a_schema_for_the_answer():
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    format_ = {"type": "json_schema", "schema": schema}
-    output = prompted(World(), output_config={"format": format_, "effort": "low"}).output
-    assert output == JsonOutput(schema, strict=True)
+def test_what_a_field_becomes(given, expected):
+    prompt = prompted(World(), **given)
+    assert {name: getattr(prompt, name) for name in expected} == expected
 
 
 def test_more_of_sampling_than_anthropic_has():
     given = {"seed": 5, "min_p": 0.1, "presence_penalty": 1.0, "repetition_penalty": 1.1, "stop_token_ids": [7]}
     sampling = requested(World(), **given).sampling
     assert {name: getattr(sampling, name) for name in given} == {**given, "stop_token_ids": {7}}
-
-
-def test_the_template_is_told_the_effort_and_what_the_client_says():
-    own = {"enable_thinking": True, "a": 1}
-    prompt = prompted(World(), output_config={"effort": "high"}, chat_template_kwargs=own)
-    assert prompt.template_kwargs == {"reasoning_effort": "high", **own}
 
 
 @pytest.mark.parametrize(

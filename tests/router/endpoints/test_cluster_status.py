@@ -32,13 +32,7 @@ def test_replicas_tenants_and_programs() -> None:
     assert told["replicas"][0].items() >= {"steps": 7, "completion": 9, "cells_total": 100, "pins": 1}.items()
     assert (told["router"], told["store"]) == ("router", "ok")
     (tenant,) = told["tenants"]
-    tokens = {
-        "prompt_tokens": 10,
-        "cached_tokens": 4,
-        "completion_tokens": 3,
-        "drafted_tokens": 0,
-        "accepted_tokens": 0,
-    }
+    tokens = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 3}
     counts = {"ended": 2, "rejected": 1, "running": 0, "failed": 0, "cached_answers": 0}
     assert tenant == {"name": "default", **counts, **tokens, "drafted_tokens": 0, "accepted_tokens": 0}
     (program,) = told["programs"]

@@ -241,24 +241,6 @@ def queue(most: int = 100, *, fair: bool = False, **capacity: int) -> DispatchQu
     return made
 
 
-async def test_nobody_waits_where_there_is_no_replica() -> None:
-    made = queue(a=1)
-    made.take("a", "first")
-    homes = ("a", None)
-    tasks = [asyncio.create_task(made.wait((1.0,), home, str(home), LONG)) for home in homes]
-    given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
-    await turns()
-    made.update({})
-    given_up.cancel()
-    await turns()
-    assert [task.result() for task in tasks] == [None, None]
-    with pytest.raises(asyncio.CancelledError):
-        await given_up
-    assert len(made) == 0
-    made.update({"b": 1})
-    assert made.take_any("late") == "b"
-
-
 async def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
     made = queue(a=1)
     made.take("a", "first")
@@ -343,23 +325,9 @@ async def test_batch_leaves_slots_to_interactive_requests_and_waits_behind_them(
     assert made._counter["a"] == 6
 
 
-async def test_in_a_full_line_batch_gives_way_to_interactive_requests() -> None:
-    made, batch = queue(2, a=1), FairShareKey("", priority=Priority.BATCH)
-    assert made.take("a", "first")
-    tasks = [asyncio.create_task(made.wait((float(i),), None, f"b{i}", LONG, batch)) for i in range(2)]
-    await turns()
-    mine = asyncio.create_task(made.wait((9.0,), None, "now", LONG))
-    await turns()
-    assert [task.done() for task in tasks] == [False, True]
-    assert isinstance(tasks[1].exception(), OverloadedError)
-    made.release("a", "first")
-    assert await mine == "a"
-    made.update({})
-    await tasks[0]
-
-
-async def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way() -> None:
-    made = DispatchQueue(100, TurnCounter(), max_waiting_tokens=10)
+@pytest.mark.parametrize(("most", "most_tokens"), [(2, 10**6), (100, 10)], ids=["of requests", "of tokens"])
+async def test_where_the_line_is_full_the_last_of_a_lower_class_gives_way(most: int, most_tokens: int) -> None:
+    made = DispatchQueue(most, TurnCounter(), max_waiting_tokens=most_tokens)
     made.update({"a": 1})
     assert made.take("a", "first")
 

@@ -29,16 +29,12 @@ def client(world):
 
 
 def test_openai_chat(world, client):
-    raw = client.chat.completions.with_raw_response.create(
-        model="pocket", messages=MESSAGES, seed=5, extra_body={"program_id": "p"}
-    )
+    asked = {"model": "pocket", "messages": MESSAGES, "seed": 5, "extra_body": {"program_id": "p"}}
+    raw = client.chat.completions.with_raw_response.create(**asked)
     answer = raw.parse()
     assert (answer.object, answer.choices[0].finish_reason) == ("chat.completion", "stop")
-    assert answer.choices[0].message.model_dump(exclude_unset=True) == {
-        "role": "assistant",
-        "content": "Hello!",
-        "refusal": None,
-    }
+    message = answer.choices[0].message.model_dump(exclude_unset=True)
+    assert message == {"role": "assistant", "content": "Hello!", "refusal": None}
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
     assert (raw.headers["x-holdfast-cache"], raw.headers["x-holdfast-replica"]) == ("miss", "r1")
     assert raw.headers["server-timing"] == "queue;dur=125.0, prefill;dur=125.0, decode;dur=250.0"
@@ -48,11 +44,8 @@ def test_openai_chat(world, client):
 
 
 def test_openai_streaming(client):
-    chunks = list(
-        client.chat.completions.create(
-            model="pocket", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model="pocket", messages=MESSAGES, **asked))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == "Hello!"
     assert chunks[-1].usage.total_tokens == 13

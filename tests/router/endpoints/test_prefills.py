@@ -133,11 +133,8 @@ async def test_results_that_come_at_once_are_all_in_it():
 
 def hinted(*directives: Any) -> dict[str, Any]:
     action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0"}
-    return {
-        "protocol_version": "0.1",
-        "message_id": "m",
-        "actions": [action | {"payload": {"directives": list(directives)}}],
-    }
+    action |= {"payload": {"directives": list(directives)}}
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
 
 
 def test_kv_hints_are_those_of_turns_and_an_extension_may_replace_them():

@@ -1,11 +1,9 @@
 """Places and bytes that tenants share."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.errors import OverloadedError
-from holdfast.router.entry.admission import BodyBytes, Shares
+from holdfast.router.entry.admission import Shares
 from holdfast.router.tenants import Tenant
 
 calls = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.booleans()), max_size=80)
@@ -37,18 +35,3 @@ def test_alone_a_tenant_has_all_places_and_a_new_tenant_gets_its_part_as_places_
     shares.give_back("old", 1)
     assert not shares.take("old", 1)
     assert shares.take("new", 1)
-
-
-def test_a_body_counts_while_it_is_held():
-    memory = Shares(100)
-    memory.share([Tenant("a"), Tenant("b")])
-    with BodyBytes(memory, "a") as one, BodyBytes(memory, "b") as other:
-        one.add(70)
-        with pytest.raises(OverloadedError, match="request bodies"):
-            one.add(10)  # the rest is reserved for the other
-        with pytest.raises(OverloadedError, match="request bodies"):
-            other.expect(31)
-        other.expect(30)
-        assert memory.total == one.size == 70
-        other.add(25)
-    assert memory.total == memory.of("a") == 0

@@ -79,7 +79,9 @@ def test_a_message_that_the_client_parsed_comes_back(world, client):
 def test_openais_accumulator_reads_our_tool_calls(world, client):
     world.backend.script = CALL
     with client.chat.completions.stream(model="pocket", messages=MESSAGES, tools=TOOLS) as stream:
-        call = stream.get_final_completion().choices[0].message.tool_calls[0]
+        [choice] = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
     assert (call.id, call.function.name, call.function.arguments) == ("call_1", "get_weather", '{"city":"Oslo"}')
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from fake_backend import CALL, DONE, HELLO, USAGE
+from fake_backend import DONE, HELLO, USAGE
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
@@ -74,16 +74,6 @@ def test_drafts_are_told_where_there_were_any():
     *_, last, _ = events(encode(chat(include_usage=True), *HELLO[:-1], (done,)))
     assert (last["timing"]["drafted"], last["timing"]["accepted"]) == (8, 5)
     assert "drafted" not in last["usage"]
-
-
-def test_tool_calls_are_streamed_with_index_id_and_name_first():
-    *chunks, _ = events(encode(chat(), *CALL))
-    calls = [chunk["choices"][0]["delta"].get("tool_calls", [None])[0] for chunk in chunks]
-    first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
-    assert calls[1] == first
-    assert calls[2] == {"index": 0, "function": {"arguments": '{"city":'}}
-    assert "".join(call["function"]["arguments"] for call in calls if call) == '{"city":"Oslo"}'
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

@@ -51,8 +51,10 @@ class RedisServer:
         return Records(RedisAddress(self.url), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
 
     def kill(self):
-        self.process.kill()
-        self.process.communicate()
+        """It may have been killed before."""
+        if self.process.returncode is None:
+            self.process.kill()
+            self.process.communicate()
 
 
 @cache

@@ -430,6 +430,17 @@ def test_a_call_that_was_cut_is_no_part_of_a_whole_message():
 NUMBER = "2" * 30  # beyond 64 bits
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (NUMBER, NUMBER),
+        ("-1e5", "-1e5"),
+        ("1e999", '"1e999"'),
+        ("2" * 400, f'"{"2" * 400}"'),
+        (r'"\ud83d"', r'"\ufffd"'),
+        ('{"b": ' * 1100 + "1" + "}" * 1100, None),
+    ],
+)
 def test_a_call_is_the_same_in_all_apis_whole_and_streamed(written, told):
     """Also one that no parser of JSON could hold as the model has written it: no answer fails, and none is kept that
     does."""

@@ -60,6 +60,9 @@ def test_a_field_that_is_nested_too_deeply_is_named():
     assert refused.value.field == "chat_template_kwargs"
 
 
+UNARGUED = {"id": "a", "function": {"name": "f"}}
+
+
 def one(role, **message):
     return {"messages": [{"role": role, **message}]}
 
@@ -83,7 +86,7 @@ def one(role, **message):
         (one("user", content=[{"type": "refusal", "refusal": "no"}]), "messages.0.content.0.type"),
         (one("assistant", content=[{"type": "image_url", "image_url": {}}]), "messages.0.content.0.type"),
         (one("tool", content="x"), "messages.0.tool_call_id"),
-        (one("assistant", tool_calls=[{"function": {"name": "f"}}]), "messages.0.tool_calls.0.function.arguments"),
+        (one("assistant", tool_calls=[UNARGUED]), "messages.0.tool_calls.0.function.arguments"),
         (one("assistant", tool_calls=[{"id": "a", "function": None}]), "messages.0.tool_calls.0.function"),
         ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),

@@ -42,10 +42,12 @@ ONE_CLUSTER = {f"tests/cluster/test_{name}.py" for name in ("serving", "several_
 
 
 class SharedCluster(LoadFileScheduling):  # type: ignore[misc]
-    """Runs each file whole in one process, and the files that share a cluster in the same one."""
+    """Runs each file whole in one process, and files that share a cluster or rendered charts in the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        if file.startswith("tests/helm/"):
+            return "tests/helm"
         return "tests/cluster" if file in ONE_CLUSTER else file
 
 

@@ -53,6 +53,10 @@ class Server:
                     marked.add(pid)
         return {pid: commands[pid] for pid, parent in parents.items() if marked & {pid, parent}}
 
+    def pids(self, words: str) -> list[int]:
+        """Processes with these words in their command lines."""
+        return sorted(pid for pid, command in self.processes().items() if words in command)
+
     def stop(self, number: signal.Signals) -> None:
         """Ask it to stop, and hold it to leaving with status 0 and no process."""
         self.process.send_signal(number)
@@ -119,10 +123,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     The last of these files, `test_stopping`, stops the server.
     """
     folder = tmp_path_factory.mktemp("cluster")
-    log, redis = folder / "lines.json", RedisServer(folder)
-    redis.start()
-    with collecting() as collector, ExitStack() as ended:
-        ended.callback(redis.kill)
+    log = folder / "lines.json"
+    with RedisServer(folder) as redis, collecting() as collector, ExitStack() as ended:
         settings = SETTINGS.format(redis=redis.url, log=log, collector=collector.url)
         server = start(folder, settings, "--replicas", "2", "--routers", "2")
         ended.callback(server.process.kill)

@@ -215,10 +215,7 @@ def test_keys_in_redis_carry_deployment_model_and_format(monkeypatch: pytest.Mon
 
 
 def with_records(folder: Path, use: Callable[[RedisServer, Callable[[str], Records]], Awaitable[None]]) -> None:
-    server = RedisServer(folder)
-    server.start()
-
-    async def run() -> None:
+    async def run(server: RedisServer) -> None:
         opened: list[Records] = []
 
         def records(name: str) -> Records:
@@ -229,10 +226,8 @@ def with_records(folder: Path, use: Callable[[RedisServer, Callable[[str], Recor
         for each in opened:
             await each.close()
 
-    try:
-        asyncio.run(run())
-    finally:
-        server.kill()
+    with RedisServer(folder) as server:
+        asyncio.run(run(server))
 
 
 def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ settings_strategy = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(settings_strategy)
 def test_what_is_written_is_read_back(given_settings: Settings) -> None:
     assert config_file.parse(config_file.dump(given_settings)) == given_settings
@@ -80,7 +80,7 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
         ("tenants: [{name: a, name: b}]", "config", "'name'"),
         ("tenants: &all\n  - *all", "config", "'all' contains itself"),
         ("server: &all {port: *all}", "config", "'all' contains itself"),
-        (f"tenants: {'[' * 3000}{']' * 3000}", "config", "too deeply"),
+        (f"tenants: {'[' * 1000}{']' * 1000}", "config", "too deeply"),
         ("tenants: [{name: 2024-13-45}]", "config", "YAML"),
         ("server: {port: x}", "server.port", "'x'"),
         ("server: {port: '80'}", "server.port", "'80'"),
@@ -361,6 +361,7 @@ def test_the_check_command(tmp_path: Path, file: Path, capsys: pytest.CaptureFix
     assert cli.main(["config", "check", str(tmp_path / "none.yaml")]) == cli.MISUSE
 
 
+@settings(max_examples=15)
 @given(st.dictionaries(st.sampled_from(["cells", "page_size", "threads"]), st.integers(1, 99)))
 def test_any_variables_are_found_in_the_settings(values: dict[str, int]) -> None:
     variables = {f"HOLDFAST_ENGINE__{name.upper()}": str(value) for name, value in values.items()}
@@ -373,13 +374,9 @@ def test_any_variables_are_found_in_the_settings(values: dict[str, int]) -> None
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_page_is_current() -> None:
-    assert (ROOT / "docs" / "options.md").read_text() == config_file.options_page() + "\n", "run `make options`"
-
-
-def test_the_command_prints_it(capsys) -> None:
+def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "options"]) == 0
-    assert capsys.readouterr().out == config_file.options_page() + "\n"
+    assert (ROOT / "docs" / "options.md").read_text() == capsys.readouterr().out, "run `make options`"
 
 
 def test_every_option_is_on_it_and_described() -> None:

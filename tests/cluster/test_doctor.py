@@ -445,12 +445,8 @@ def test_a_template_that_takes_no_tools(folder: Path) -> None:
 
 
 def test_a_redis_that_is_there(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    server.start()
-    try:
+    with RedisServer(tmp_path) as server:
         one(doctor.redis_server(settings(redis=RedisConfig(server.url))), State.OK, "version")
-    finally:
-        server.kill()
     one(doctor.redis_server(settings(redis=RedisConfig(server.url))), State.FAIL, "redis.url")
 
 

@@ -82,10 +82,8 @@ def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServ
     monkeypatch.setattr(engine_replica.logs, "configure", lambda *_: None)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"))
     monkeypatch.setattr(engine_replica.serve, "get_replica_context", lambda: context)
-    server = RedisServer(tmp_path)  # type: ignore[no-untyped-call]
-    server.start()  # type: ignore[no-untyped-call]
-    yield server
-    server.kill()  # type: ignore[no-untyped-call]
+    with RedisServer(tmp_path) as server:  # type: ignore[no-untyped-call]
+        yield server
 
 
 def test_a_replica_writes_how_far_it_is_where_the_console_looks(

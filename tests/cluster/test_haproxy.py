@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -272,7 +273,7 @@ def router(handler: type[Behind]) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
     finally:
@@ -516,8 +517,14 @@ def test_a_request_that_is_sent_again_keeps_its_name_and_tells_who_asks(folder: 
     assert hops == "192.0.2.1, 127.0.0.2"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("length", [20_000, 3_000_000])
+@pytest.mark.parametrize(
+    ("lost", "length", "kept"),
+    [
+        *(("killed", 20_000, False), ("killed", 20_000, True), ("silent", 20_000, True)),
+        *(("killed", 3_000_000, False), ("killed", 3_000_000, True), ("silent", 3_000_000, False)),
+    ],
+    indirect=["lost"],
+)
 def test_what_no_router_can_have_is_answered_503(folder: Path, lost: Lost, kept: bool, length: int) -> None:
     """A long request, of which the proxy has let go; or any, where no other router is there."""
     with ExitStack() as stack:
@@ -557,20 +564,22 @@ def test_requests_of_every_length_are_served(folder: Path, behind: list[int]) ->
         client.close()
 
 
-@pytest.mark.parametrize("header", ["Authorization", "X-Api-Key", "X-Other"])
-def test_long_bodies_come_no_faster_than_one_key_or_one_address_may_send(
-    folder: Path, behind: list[int], header: str
-) -> None:
+def test_long_bodies_come_no_faster_than_one_key_or_one_address_may_send(folder: Path, behind: list[int]) -> None:
     """Half as much again as in a second: however fast this machine is, that takes a part of the next one."""
     length = haproxy.LONG + 1
-    with running(folder, Limits(body_rate=length * 4 // 3), behind) as taken:
+
+    def seconds(header: str) -> float:
         client = http.client.HTTPConnection("127.0.0.1", taken.fallback, timeout=PATIENT)
         began = time.monotonic()
         for _ in range(2):
-            client.request("POST", "/", b"x" * length, {header: "one"})
+            client.request("POST", "/", b"x" * length, {header: f"by {header}"})
             assert client.getresponse().read() == b"served"
-        assert time.monotonic() - began > 0.2
         client.close()
+        return time.monotonic() - began
+
+    with running(folder, Limits(body_rate=length * 4 // 3), behind) as taken, ThreadPoolExecutor(3) as pool:
+        took = list(pool.map(seconds, ("Authorization", "X-Api-Key", "X-Other")))
+    assert min(took) > 0.2
 
 
 def test_a_body_that_trickles_is_not_waited_for(folder: Path, behind: list[int]) -> None:

@@ -121,7 +121,8 @@ def test_a_step_that_never_ends_costs_its_requests_one_move(
         return str(response.headers["x-holdfast-replica"])
 
     def engines() -> list[int]:
-        return [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
+        found: list[int] = server.pids("ServeReplica:holdfast:replicas")
+        return found
 
     try:
         eventually(lambda: len(running()) == 2, PATIENT)

@@ -24,10 +24,8 @@ PATIENT = 60.0  # seconds a slow machine may take
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Any]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
+    with RedisServer(tmp_path) as server:
+        yield server
 
 
 def store_at(address: RedisAddress, retry_s: float = 0.01) -> Records:

@@ -75,11 +75,6 @@ def test_unknown_arguments_are_refused() -> None:
         Arguments.model_validate({"konfig": {}})
 
 
-def test_the_application_is_named_by_its_import_path() -> None:
-    built = serve_config.application(Arguments(config={"redis": REDIS}))
-    assert type(built).__name__ == "Application"
-
-
 @pytest.mark.parametrize("starts", [1, STARTS])
 def test_on_a_cluster_one_engine_that_does_not_start_is_not_the_end(starts: int) -> None:
     arguments = Arguments(config={"redis": REDIS})

@@ -41,4 +41,4 @@ def test_tenants_that_share_do_not_wait_for_each_others_older_programs(happened:
 
 
 def test_serve_scales_by_the_policy(happened: dict[str, Any]) -> None:
-    assert happened["scaled"] == [3, 2, 1]
+    assert happened["scaled"] == [3, 2], "the policy asks for two, and one may be"

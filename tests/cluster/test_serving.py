@@ -19,19 +19,14 @@ import httpx
 import openai
 import pytest
 from doc_commands import AGENTS, agent
+from listening import listening
+from program_load import TOOL
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from waiting import until_read
 
+REPLICA = "ServeReplica:holdfast:replicas"
 PRICES = Path(__file__).parent.parent.parent / "examples" / "market_data.py"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -47,29 +42,6 @@ def model(http: httpx.Client) -> str:
 
 def chat(model: str, text: str, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens for TCP: addresses ("::" for every one) and ports, as the kernel has them."""
-    sockets = set()
-    with suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                sockets.add(os.readlink(entry.path))
-    found = set()
-    for line in [*open("/proc/net/tcp"), *open("/proc/net/tcp6")]:  # noqa: SIM115 (read at once)
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-            address, _, port = words[1].rpartition(":")
-            found.add((str(decoded(address)), int(port, 16)))
-    return found
-
-
-def decoded(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address as the kernel writes it: hexadecimal words of four bytes, the lowest first."""
-    words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-    found = ipaddress.ip_address(b"".join(words))
-    return getattr(found, "ipv4_mapped", None) or found
 
 
 def ask(http: httpx.Client, model: str, text: str, **more: Any) -> httpx.Response:
@@ -198,12 +170,12 @@ def test_rays_own_ports_listen_on_this_machine_only(server: Any) -> None:
 def test_by_grpc_replicas_serve_nobody_without_the_clusters_key(server: Any) -> None:
     """They run what they are sent, so this is what keeps strangers out where several machines share a network."""
     codes, key = grpc.StatusCode, {}
-    for variable in Path(f"/proc/{replicas(server)[0]}/environ").read_bytes().split(b"\0"):
+    for variable in Path(f"/proc/{server.pids(REPLICA)[0]}/environ").read_bytes().split(b"\0"):
         if variable.startswith(b"RAY_AUTH_TOKEN_PATH="):
             token = Path(variable.partition(b"=")[2].decode()).read_text().strip()
             key = {"authorization": f"Bearer {token}"}
-    for process in ("ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"):
-        pids = [pid for pid, command in server.processes().items() if process in command]
+    for process in (REPLICA, "ServeReplica:holdfast:router"):
+        pids = server.pids(process)
         ports = [port for pid in pids for _, port in listening(pid)]
         served = [port for port in ports if called(port, key) is codes.UNKNOWN]  # what it reads is empty
         assert len(served) == len(pids)
@@ -227,14 +199,10 @@ def test_every_process_of_a_server_is_looked_at(server: Any) -> None:
         assert name in found
 
 
-def replicas(server: Any) -> list[int]:
-    return [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
-
-
 def both_serve(server: Any, http: httpx.Client) -> bool:
     """Whether two replicas are there, idle, and the routers know them."""
     known = set(re.findall(r'holdfast_cell_capacity\{[^}]*replica="(\w+)"', http.get("/metrics").text))
-    return len(replicas(server)) == len(known) == 2 and counted(http, "holdfast_sequence_rows_taken") == 0
+    return len(server.pids(REPLICA)) == len(known) == 2 and counted(http, "holdfast_sequence_rows_taken") == 0
 
 
 def test_many_streams_at_once_all_end(http: httpx.Client, model: str) -> None:
@@ -388,7 +356,7 @@ def _answers(port: int) -> bool:
 @contextmanager
 def lost(server: Any, how: signal.Signals) -> Iterator[int]:
     """One of two replicas is killed, or stands still with all its threads, and is killed afterwards."""
-    victim = replicas(server)[0]
+    victim = server.pids(REPLICA)[0]
     os.kill(victim, how)
     try:
         yield victim

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from listening import listening
 from waiting import until
 
 from holdfast.cluster import doctor
@@ -249,7 +250,7 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
             for n, name in enumerate(sessions[::2])
         }
         until(lambda: any(each.done() for each in appends.values()))  # the others are under way
-        os.kill(pids(server, REPLICA)[0], signal.SIGKILL)
+        os.kill(server.pids(REPLICA)[0], signal.SIGKILL)
         told = {name: append.result() for name, append in appends.items()}
     assert {answer.status_code for answer in told.values()} == {200}, [answer.text for answer in told.values()]
     for n, name in enumerate(sessions):  # sent again, or for the first time
@@ -317,12 +318,12 @@ def test_doctor_counts_as_much_for_a_router_and_the_proxy_as_they_take(
     server: Any, eventually: Callable[..., None]
 ) -> None:
     Routers(server, eventually)  # one was killed
-    routers = [resident(pid) for pid in pids(server, ROUTER)]
+    routers = [resident(pid) for pid in server.pids(ROUTER)]
     assert len(routers) == 2
     assert max(routers) < doctor.router_bytes(Settings())
     # Of the two processes of Serve that tend the proxy half is what all of Ray's share.
-    tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in pids(server, name)]
-    proxy = sum(resident(pid) for pid in pids(server, "/haproxy -")) + sum(tended)
+    tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in server.pids(name)]
+    proxy = sum(resident(pid) for pid in server.pids("/haproxy -")) + sum(tended)
     assert 0 < proxy < doctor.PROXY
     print(f"routers {[each >> 20 for each in routers]} MiB, proxy {proxy / 2**20:.0f} MiB")
 
@@ -335,12 +336,12 @@ def ask(program: Program, router: str, served: "Countdown") -> None:
 def kill_one_replica(server: Any, served: "Countdown") -> None:
     """Kill it when half of the programs have had this turn; the others' are running or to come."""
     served.over.wait(120.0)
-    os.kill(pids(server, REPLICA)[0], signal.SIGKILL)
+    os.kill(server.pids(REPLICA)[0], signal.SIGKILL)
 
 
 def kill_one_router(server: Any, served: "Countdown") -> None:
     served.over.wait(300.0)
-    os.kill(pids(server, ROUTER)[0], signal.SIGKILL)
+    os.kill(server.pids(ROUTER)[0], signal.SIGKILL)
 
 
 class Countdown:
@@ -368,7 +369,8 @@ class Routers:
         self._eventually(self._found, 120.0)
 
     def _found(self) -> bool:
-        urls = [url for pid in pids(self._server, ROUTER) for url in listening(pid) if answers(url)]
+        ports = {port for pid in self._server.pids(ROUTER) for _, port in listening(pid)}
+        urls = [url for port in ports if answers(url := f"http://127.0.0.1:{port}")]
         self.urls = sorted(urls)
         return len(urls) == 2
 
@@ -376,25 +378,6 @@ class Routers:
 def resident(pid: int) -> int:
     """Bytes of memory that a process has."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def pids(server: Any, name: str) -> list[int]:
-    return sorted(pid for pid, command in server.processes().items() if name in command)
-
-
-def listening(pid: int) -> list[str]:
-    """Addresses at which a process takes TCP connections."""
-    sockets = set()
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                sockets.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-    found = []
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        columns = line.split()
-        if columns[3] == "0A" and columns[9] in sockets:
-            found.append(f"http://127.0.0.1:{int(columns[1].split(':')[1], 16)}")
-    return found
 
 
 def answers(url: str) -> bool:

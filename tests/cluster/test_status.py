@@ -116,8 +116,7 @@ def test_status_for_people_and_for_programs(url: str, capsys: pytest.CaptureFixt
     assert [each["replica_id"] for each in told["replicas"]] == ["left", "right"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize(("command", "encoding"), [("status", "utf-8"), ("top", "ascii")])
 def test_in_a_pipe_it_is_plain_lines_cut_nowhere(command: str, encoding: str, url: str) -> None:
     name = "a-program-with-a-very-long-name-that-no-narrow-terminal-has-room-for-beside-all-the-others"
     httpx.post(f"{url}/v1/chat/completions", json=chat_body(program_id=name), trust_env=False).raise_for_status()

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from doc_commands import ROOT, blocks
 from otlp_collector import Collector
+from program_load import TOOL
 from redis_server import RedisServer
 from terminal import Terminal
 
@@ -32,14 +33,6 @@ from holdfast.router.records.store import Records, RedisAddress
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "xylophone"
 SCRIPTS = sysconfig.get_path("scripts")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_chart import CHART, VALUES, containers, find, helm, pod_templates, render, serve_config
+from helm_chart import CHART, VALUES, containers, find, helm, parsed, pod_templates, render, serve_config
 from kubernetes_schemas import VERSIONS, problems
 
 # Every switch and choice, in a few renderings, for each costs half a second.
@@ -237,7 +237,7 @@ def test_rules_and_dashboards_are_the_files_of_their_folders(tmp_path: Path) -> 
     (chart / "files" / "rules" / "own.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
     (chart / "files" / "dashboards" / "own.json").write_text('{"legend": "{{pod}}"}')
     done = helm("template", "demo", str(chart), *(f"--set={each}" for each in switches))
-    objects = {each["metadata"]["name"]: each for each in yaml.safe_load_all(done.output) if each}
+    objects = {each["metadata"]["name"]: each for each in parsed(done.output)}
     rules, dashboard = objects["demo-holdfast-own"], objects["demo-holdfast-dashboard-own"]
     assert problems(rules) == problems(dashboard) == []
     assert rules["spec"]["groups"][0]["rules"] == [rule]

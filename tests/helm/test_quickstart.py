@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 from doc_commands import ROOT, Block, blocks
-from helm_chart import CHART, helm
+from helm_chart import CHART, helm, parsed
 
 RELEASE = "holdfast"
 PAGE = [block for block in blocks("quickstart.md") if block.cluster]
@@ -22,8 +22,7 @@ def objects() -> dict[tuple[str, str], dict]:
     arguments = [word.replace("helm/holdfast/", f"{CHART}/") for word in words[4:]]
     done = helm("template", RELEASE, str(CHART), *arguments)
     assert done.status == 0, done.errors
-    found = [each for each in yaml.safe_load_all(done.output) if each]
-    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+    return {(each["kind"], each["metadata"]["name"]): each for each in parsed(done.output)}
 
 
 def commands() -> list[str]:

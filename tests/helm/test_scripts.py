@@ -117,7 +117,7 @@ def server() -> Iterator[str]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()

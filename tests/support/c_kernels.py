@@ -2,10 +2,14 @@
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +23,34 @@ COMPILER = importlib.util.find_spec("ziglang") is not None
 
 
 class Emulated(native.Library):
-    """A kernel's library, all of its functions compiled for AVX2: vectors in halves, missing instructions spelt out.
+    """A kernel's library with functions compiled for AVX2: vectors in halves, missing instructions spelt out.
 
-    Skips the test where there is no compiler.
+    A function is compiled when it is first asked for, and kept in `build/`. Skips the test where there is no compiler.
     """
 
     def __init__(self, name: str, factory: pytest.TempPathFactory) -> None:
         super().__init__(name)
         if not COMPILER:
             pytest.skip("this processor lacks the instructions, or nothing is built, and ziglang is not installed")
-        room = factory.mktemp("compiled")
-        variants = {each: ("x86_64_v3", lanes, how) for each, (_, lanes, how) in BUILD["KERNELS"][name].items()}
-        BUILD["compile_kernel"](self.source, room / "all.so", room, variants)
-        self.loaded, self.missing = ctypes.CDLL(str(room / "all.so")), ""
+        self.missing = ""
+        self._variants = BUILD["KERNELS"][name]
+        self._room = factory.mktemp("compiled")
+
+    def function(self, name: str, *arguments: Any) -> Callable[..., None]:
+        variant = next(each for each in self._variants if name.endswith(each))
+        self.loaded = ctypes.CDLL(str(self._compiled(variant)))
+        return super().function(name, *arguments)
+
+    def _compiled(self, variant: str) -> Path:
+        _, lanes, how = self._variants[variant]
+        sources = (self.source, BUILD["HEADER"], ROOT / "setup.py")
+        digest = hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:16]
+        library = ROOT / "build" / "emulated" / f"{variant}-{digest}.so"
+        if not library.exists():
+            made = library.with_suffix(f".{os.getpid()}.so")
+            BUILD["compile_kernel"](self.source, made, self._room, {variant: ("x86_64_v3", lanes, how)})
+            made.replace(library)
+        return library
 
 
 def use_level(

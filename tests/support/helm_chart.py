@@ -78,9 +78,13 @@ def render(values: str = "", settings: tuple[str, ...] = (), more: str = "") -> 
     """The objects that `template` gives; AssertionError with helm's own words when it gives none."""
     done = template(values, settings, more)
     assert done.status == 0, done.errors
+    return tuple(sorted(parsed(done.output), key=lambda each: (each["kind"], each["metadata"]["name"])))
+
+
+def parsed(output: str) -> list[Object]:
+    """The objects that helm has printed."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    objects = [each for each in yaml.load_all(done.output, loader) if each is not None]
-    return tuple(sorted(objects, key=lambda each: (each["kind"], each["metadata"]["name"])))
+    return [each for each in yaml.load_all(output, loader) if each is not None]
 
 
 def find(objects: tuple[Object, ...], kind: str, name: str = "") -> Object:

@@ -6,8 +6,8 @@ One application has all deployments, so that their processes start at the same t
 may wait, in no order. The oldest of them belong to the tenant `many`, and so does the one that holds the replica up;
 the others belong to `one`. Tenants share the replica in `fair` only.
 
-`scaled`: three replicas that the policy scales down to one. Each reports that it keeps one program, until the file `2`
-or `1` in the folder says for how many replicas there is work.
+`scaled`: three replicas that the policy scales down to two. Each reports that it keeps one program, until the file
+`less` in the folder says that there is work for two replicas.
 
 The argument is an empty folder, through which the processes tell each other how far they are.
 """
@@ -99,14 +99,9 @@ class Keeper:
         self.folder = folder
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        wanted = next((n for n in (1, 2) if (self.folder / str(n)).exists()), REPLICAS)
-        left = REPLICAS if wanted >= REPLICAS - 1 else REPLICAS - 1  # replicas that share the work before this step
-        return {
-            "requests": 0,
-            "waiting_tokens": 0,
-            "cell_pressure": 0,
-            "pinned_programs": (wanted - 0.1) / left,
-        }
+        wanted = REPLICAS - 1 if (self.folder / "less").exists() else REPLICAS
+        told = {"requests": 0, "waiting_tokens": 0, "cell_pressure": 0}
+        return {**told, "pinned_programs": (wanted - 0.1) / REPLICAS}
 
     async def who(self) -> int:
         return os.getpid()
@@ -157,15 +152,14 @@ def keeper(folder: Path) -> serve.Application:
 
 
 def scaled(folder: Path) -> list[int]:
-    """How many replicas run at first, and after each step of scaling down."""
+    """How many replicas run at first, and once there is less work."""
     handle = serve.get_deployment_handle(SCALED, APPLICATION)
     counts = []
-    for count in range(REPLICAS, 0, -1):
-        if count < REPLICAS:
-            (folder / str(count)).touch()
+    for count in (REPLICAS, REPLICAS - 1):
         while running() != count:
             time.sleep(0.1)
         counts.append(len(set(handle.broadcast("who").results(timeout_s=30.0))))
+        (folder / "less").touch()
     return counts
 
 

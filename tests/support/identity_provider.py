@@ -32,7 +32,7 @@ class IdentityProvider:
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.issuer = issuer or f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def keys_url(self) -> str:

@@ -24,12 +24,19 @@ _NAMESPACES = itertools.count()
 
 
 class RedisServer:
-    """A real server on a socket in a folder of the test's own."""
+    """A real server on a socket in a folder of the test's own. As a context manager it runs for as long."""
 
     def __init__(self, folder):
         self.socket = folder / "redis.sock"
         self.folder = folder
         self.process = None
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
 
     @property
     def url(self):

@@ -10,6 +10,7 @@ Files come in an order that keeps two cores busy and leaves no long one for the 
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -25,6 +26,10 @@ settings.load_profile("shared machine")
 # httpx gives up after 5 s where a call names no time, which a machine whose cores are taken may need.
 for step in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, step, PATIENCE_S)
+
+# Tests start hundreds of Pythons, which import the same modules: their bytecode is kept, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Read as torch is imported. Several processes share few cores: a thread that waits busily for one of its team that has
 # no core takes that core's time.

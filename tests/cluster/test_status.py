@@ -220,22 +220,9 @@ def test_rates_are_between_looks_at_one_router(url: str) -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [status_view.duration(s) for s in (0.04, 9.94, 59, 61, 3700, 90000)] == [
-        "0.0s",
-        "9.9s",
-        "59s",
-        "1m01s",
-        "1h01m",
-        "1d01h",
-    ]
-    assert [status_view.count(n) for n in (0, 999, 9999, 12345, 1.5e6, 2e9)] == [
-        "0",
-        "999",
-        "9999",
-        "12.3k",
-        "1.5M",
-        "2.0G",
-    ]
+    seconds, numbers = (0.04, 9.94, 59, 61, 3700, 90000), (0, 999, 9999, 12345, 1.5e6, 2e9)
+    assert " ".join(map(status_view.duration, seconds)) == "0.0s 9.9s 59s 1m01s 1h01m 1d01h"
+    assert " ".join(map(status_view.count, numbers)) == "0 999 9999 12.3k 1.5M 2.0G"
 
 
 def test_the_picture_in_the_docs_has_what_the_screen_has(url: str, terminal: Callable[..., Terminal]) -> None:

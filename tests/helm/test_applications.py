@@ -63,14 +63,6 @@ def test_a_misspelt_key_is_found() -> None:
     assert unknown(given, read.model_dump(exclude_unset=True)) == [".applications.0.deployments.0.num_replica"]
 
 
-@pytest.mark.parametrize(("values", "settings"), CASES)
-def test_the_configuration_is_one_of_holdfast_serve(values: str, settings: tuple[str, ...]) -> None:
-    for each in serve_config(render(values, settings))["applications"]:
-        found = config_file.parse(yaml.safe_dump(each["args"]["config"]))
-        assert (found.server.host, found.server.port) == ("0.0.0.0", 8000)
-        assert found.redis.url == "redis://demo-holdfast-redis:6379/1"
-
-
 def test_a_models_own_configuration_lies_over_the_common_one() -> None:
     objects = render("", TWO)
     main, second = (
@@ -84,10 +76,13 @@ def test_a_models_own_configuration_lies_over_the_common_one() -> None:
 
 @pytest.mark.parametrize(("values", "settings"), CASES)
 def test_the_application_is_built_by_its_import_path(values: str, settings: tuple[str, ...], tmp_path: Path) -> None:
-    """As Serve does it, with the deployments that the file overrides."""
+    """As Serve does it, of a configuration of `holdfast serve`, with the deployments that the file overrides."""
     (tmp_path / "password").write_text("p")
     (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: a, key_hashes: ['{hash_key('k')}']}}]")
     for each in serve_config(render(values, settings))["applications"]:
+        found = config_file.parse(yaml.safe_dump(each["args"]["config"]))
+        assert (found.server.host, found.server.port) == ("0.0.0.0", 8000)
+        assert found.redis.url == "redis://demo-holdfast-redis:6379/1"
         module, _, name = each["import_path"].partition(":")
         assert (module, name) == (builder.__name__, "application")
         args = each["args"] | {"tenants_file": str(tmp_path / "tenants.yaml")}

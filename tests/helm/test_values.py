@@ -6,10 +6,9 @@ import tomllib
 
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, VALUES, template
+from helm_chart import CHART, ROOT, template
 
 from helm.build import schema
-from holdfast.cluster import config_file
 
 
 def chart() -> dict[str, object]:
@@ -126,13 +125,6 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
     }
     peers = {each for each in found if re.fullmatch(r"\.networkPolicy\.(operator|prometheus)\.ipBlock", each)}
     assert set(found) - optional - peers - {each for each in found if "resources.limits" in each} == set()
-
-
-@pytest.mark.parametrize("values", VALUES)
-def test_examples_of_configuration_are_valid(values: str) -> None:
-    read = yaml.safe_load((CHART / f"values-{values}.yaml").read_text())
-    for config in (read.get("config", {}), *(each.get("config", {}) for each in read.get("models", {}).values())):
-        config_file.parse(yaml.safe_dump(config))
 
 
 def test_images_come_from_public_places_or_a_placeholder() -> None:

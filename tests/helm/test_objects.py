@@ -8,103 +8,72 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_chart import CHART, VALUES, containers, find, helm, parsed, pod_templates, render, serve_config
+from helm_chart import CHART, VALUES, Object, containers, find, helm, parsed, pod_templates, render, serve_config
 from kubernetes_schemas import VERSIONS, problems
 
 # Every switch and choice, in a few renderings, for each costs half a second.
-SCALED = "modelDefaults.autoscaling.enabled=true"
-MATRIX: dict[str, tuple[str, ...]] = {
-    "everything on": (
-        SCALED,
-        "ingress.enabled=true",
-        "ingress.className=nginx",
-        "ingress.hosts={a.example.com,b.example.com}",
-        "ingress.tls[0].secretName=tls",
-        "ingress.tls[0].hosts={a.example.com}",
-        "httpRoute.enabled=true",
-        "httpRoute.parentRefs[0].name=public",
-        "httpRoute.hostnames={a.example.com}",
-        "networkPolicy.egress.enabled=true",
-        "networkPolicy.egress.allow[0].ports[0].port=443",
-        "networkPolicy.clients[0].ipBlock.cidr=10.0.0.0/8",
-        "head.minAvailable=1",
-        "monitoring.podMonitor.enabled=true",
-        "monitoring.rules.enabled=true",
-        "monitoring.dashboards.enabled=true",
-        "monitoring.podMonitor.labels.release=prometheus",
-        "image.pullSecrets={registry}",
-        f"image.digest=sha256:{'0' * 64}",
-        "hub.token=hf_x",
-        "modelDefaults.source.type=hub",
-        "modelDefaults.source.hub.repository=org/model",
-        "modelDefaults.source.hub.revision=abc",
-        "modelDefaults.source.hub.exclude={*.pth}",
-        "modelDefaults.volume.type=pvc",
-        "modelDefaults.volume.storageClass=fast",
-        "modelDefaults.worker.runtimeClassName=nvidia",
-        "modelDefaults.worker.priorityClassName=high",
-        "modelDefaults.worker.podAnnotations.a=b",
-        "modelDefaults.worker.podLabels.a=b",
-        "modelDefaults.routers=2",
-        *(
-            f"{pod}.{more}"
-            for pod in ("head", "modelDefaults.worker", "modelDefaults.router")
-            for more in (
-                "volumes[0].name=cache",
-                "volumes[0].emptyDir.sizeLimit=1Gi",
-                "volumeMounts[0].name=cache",
-                "volumeMounts[0].mountPath=/cache",
-                "initContainers[0].name=first",
-                "initContainers[0].image=docker.io/library/busybox:1.37",
-                "initContainers[0].volumeMounts[0].name=cache",
-                "initContainers[0].volumeMounts[0].mountPath=/cache",
-                "sidecars[0].name=beside",
-                "sidecars[0].image=docker.io/library/busybox:1.37",
-                "sidecars[0].volumeMounts[0].name=cache",
-                "sidecars[0].volumeMounts[0].mountPath=/cache",
-                "env[0].name=A",
-                "env[0].value=b",
-                "tolerations[0].key=own",
-                "tolerations[0].operator=Exists",
-            )
-        ),
-        "serviceAccounts.worker.annotations.role=x",
-    ),
-    "everything off": (
-        "redis.enabled=false",
-        "redis.external.address=rediss://store:6380",
-        "redis.external.username=holdfast",
-        "networkPolicy.enabled=false",
-        "gcsFaultTolerance=false",
-        "tenants.firstKey.enabled=false",
-        "tenants.existingSecret=tenants",
-        "redis.auth.password=",
-    ),
-    "two models": (
-        "models.second.routePrefix=/other",
-        "models.second.gpus=0",
-        "models.second.autoscaling.enabled=true",
-        "models.second.source.type=init",
-        "models.second.source.init.image=docker.io/amazon/aws-cli:2.31.0",
-        "models.second.source.init.command={sh,-c,x}",
-        "models.second.source.init.envFromSecrets={s3}",
-        "models.main.config.replicas.count=3",
-        "upgrade.strategy=NewClusterWithIncrementalUpgrade",
-        "upgrade.gatewayClassName=istio",
-        "redis.persistence.enabled=false",
-        "fullnameOverride=a-name-that-is-really-much-too-long-for-the-operator",
-    ),
-    "a model in an image": (
-        "modelDefaults.source.type=image",
-        "modelDefaults.source.path=weights",
-        f"modelDefaults.source.image.reference=registry.example.com/models/qwen@sha256:{'0' * 64}",
-    ),
-    "a copy on the machine's own disk": (
-        "modelDefaults.source.type=hub",
-        "modelDefaults.source.hub.repository=org/model",
-        "modelDefaults.volume.type=hostPath",
-        "modelDefaults.volume.hostPath=/mnt/nvme/models",
-    ),
+DIGEST = f"sha256:{'0' * 64}"
+MATRIX = {
+    "everything on": """
+ingress:
+  enabled: true
+  className: nginx
+  hosts: [a.example.com, b.example.com]
+  tls: [{secretName: tls, hosts: [a.example.com]}]
+httpRoute: {enabled: true, parentRefs: [{name: public}], hostnames: [a.example.com]}
+networkPolicy:
+  egress: {enabled: true, allow: [{ports: [{port: 443}]}]}
+  clients: [{ipBlock: {cidr: 10.0.0.0/8}}]
+monitoring:
+  podMonitor: {enabled: true, labels: {release: prometheus}}
+  rules: {enabled: true}
+  dashboards: {enabled: true}
+image: {pullSecrets: [registry], digest: DIGEST}
+hub: {token: hf_x}
+serviceAccounts: {worker: {annotations: {role: x}}}
+modelDefaults:
+  router: &pod
+    volumes: [{name: cache, emptyDir: {sizeLimit: 1Gi}}]
+    volumeMounts: &mounts [{name: cache, mountPath: /cache}]
+    initContainers: [{name: first, image: docker.io/library/busybox:1.37, volumeMounts: *mounts}]
+    sidecars: [{name: beside, image: docker.io/library/busybox:1.37, volumeMounts: *mounts}]
+    env: [{name: A, value: b}]
+    tolerations: [{key: own, operator: Exists}]
+  worker: {<<: *pod, runtimeClassName: nvidia, priorityClassName: high, podAnnotations: {a: b}, podLabels: {a: b}}
+  routers: 2
+  autoscaling: {enabled: true}
+  source: {type: hub, hub: {repository: org/model, revision: abc, exclude: ['*.pth']}}
+  volume: {type: pvc, storageClass: fast}
+head: {<<: *pod, minAvailable: 1}
+""",
+    "everything off": """
+redis: {enabled: false, external: {address: 'rediss://store:6380', username: holdfast}}
+networkPolicy: {enabled: false}
+gcsFaultTolerance: false
+tenants: {firstKey: {enabled: false}, existingSecret: tenants}
+""",
+    "two models": """
+models:
+  main: {config: {replicas: {count: 3}}}
+  second:
+    routePrefix: /other
+    gpus: 0
+    autoscaling: {enabled: true}
+    source:
+      type: init
+      init: {image: 'docker.io/amazon/aws-cli:2.31.0', command: [sh, -c, x], envFromSecrets: [s3]}
+upgrade: {strategy: NewClusterWithIncrementalUpgrade, gatewayClassName: istio}
+redis: {persistence: {enabled: false}}
+fullnameOverride: a-name-that-is-really-much-too-long-for-the-operator
+""",
+    "a model in an image": """
+modelDefaults: {source: {type: image, path: weights, image: {reference: 'registry.example.com/models/qwen@DIGEST'}}}
+""",
+    "a copy on the machine's own disk": """
+modelDefaults:
+  source: {type: hub, hub: {repository: org/model}}
+  volume: {type: hostPath, hostPath: /mnt/nvme/models}
+""",
 }
 EXTRA = """
 extraObjects:
@@ -123,25 +92,32 @@ extraObjects:
     data:
       notes: {{ include (print .Template.BasePath "/NOTES.txt") . | toJson }}
 """
-CASES = [("", ()), *((values, ()) for values in VALUES), *(("", settings) for settings in MATRIX.values())]
-IDS = ["defaults", *VALUES, *MATRIX]
+EACH_CASE = pytest.mark.parametrize("case", ["defaults", *VALUES, *MATRIX])
 
 
-@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
-def test_every_object_is_valid(values: str, settings: tuple[str, ...]) -> None:
+def rendered(case: str) -> tuple[Object, ...]:
+    """The objects with the default values, those of a file, or those of `MATRIX`."""
+    if case in MATRIX:
+        without_password = ("redis.auth.password=",) if case == "everything off" else ()
+        return render("", without_password, MATRIX[case].replace("DIGEST", DIGEST))
+    return render("" if case == "defaults" else case)
+
+
+@EACH_CASE
+def test_every_object_is_valid(case: str) -> None:
     wrong = {
         f"{version} {each['kind']} {each['metadata']['name']}": found
-        for each in render(values, settings)
+        for each in rendered(case)
         for version in VERSIONS
         if (found := problems(each, version))
     }
     assert wrong == {}
 
 
-@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
-def test_every_pod_is_valid_for_kubernetes_itself(values: str, settings: tuple[str, ...]) -> None:
+@EACH_CASE
+def test_every_pod_is_valid_for_kubernetes_itself(case: str) -> None:
     """The operator's schema knows fewer rules for pods than Kubernetes does."""
-    for where, pod in pod_templates(render(values, settings)):
+    for where, pod in pod_templates(rendered(case)):
         assert problems({"apiVersion": "v1", "kind": "PodTemplate", "template": pod}) == [], where
         mounted = {mount["name"] for each in containers(pod) for mount in each["volumeMounts"]}
         volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
@@ -149,9 +125,9 @@ def test_every_pod_is_valid_for_kubernetes_itself(values: str, settings: tuple[s
         assert volumes <= mounted, where
 
 
-@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
-def test_names_are_unique_and_short_enough(values: str, settings: tuple[str, ...]) -> None:
-    objects = render(values, settings)
+@EACH_CASE
+def test_names_are_unique_and_short_enough(case: str) -> None:
+    objects = rendered(case)
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
     assert [name for _, name in names if len(name) > 63] == []
@@ -159,8 +135,8 @@ def test_names_are_unique_and_short_enough(values: str, settings: tuple[str, ...
 
 
 def test_what_is_switched_on_is_there_and_what_is_off_is_not() -> None:
-    on = {each["kind"] for each in render("", MATRIX["everything on"])}
-    off = {each["kind"] for each in render("", MATRIX["everything off"])}
+    on = {each["kind"] for each in rendered("everything on")}
+    off = {each["kind"] for each in rendered("everything off")}
     switched = {"Ingress", "HTTPRoute", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "StatefulSet", "Secret"}
     switched |= {"PersistentVolumeClaim", "Service", "Pod"}
     assert switched <= on
@@ -172,7 +148,7 @@ def test_what_values_add_to_a_pod_is_in_each_of_rays() -> None:
     plain = dict(
         pod_templates(render("", ("modelDefaults.source.type=hub", "modelDefaults.source.hub.repository=a/b")))
     )
-    for where, pod in pod_templates(render("", MATRIX["everything on"])):
+    for where, pod in pod_templates(rendered("everything on")):
         if where in ("redis", "test"):
             continue
         spec, before = pod["spec"], plain[where]["spec"]
@@ -198,8 +174,7 @@ def test_extra_objects_are_rendered() -> None:
 def test_where_a_model_comes_from() -> None:
     """Engines alone have it, and may not write to it; what downloads it may."""
 
-    def pods(*settings: str) -> tuple[Any, Any, str]:
-        objects = render("", settings)
+    def pods(objects: tuple[Object, ...]) -> tuple[Any, Any, str]:
         found = dict(pod_templates(objects))
         engine = serve_config(objects)["applications"][0]["args"]["config"]["engine"]
         assert not [each for each in found["router main-routers"]["spec"]["volumes"] if each["name"] == "models"]
@@ -208,19 +183,15 @@ def test_where_a_model_comes_from() -> None:
         assert mount == {"name": "models", "mountPath": "/models", "readOnly": True}
         return next(each for each in spec["volumes"] if each["name"] == "models"), spec, engine["model"]
 
-    image, spec, model = pods(*MATRIX["a model in an image"])
-    reference = f"registry.example.com/models/qwen@sha256:{'0' * 64}"
+    image, spec, model = pods(rendered("a model in an image"))
+    reference = f"registry.example.com/models/qwen@{DIGEST}"
     assert image == {"name": "models", "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
     assert (model, "initContainers" in spec) == ("/models/weights", False)
-    disk, spec, model = pods(*MATRIX["a copy on the machine's own disk"])
+    disk, spec, model = pods(rendered("a copy on the machine's own disk"))
     assert disk == {"name": "models", "hostPath": {"path": "/mnt/nvme/models", "type": "Directory"}}
     assert spec["initContainers"][0]["command"][:5] == ["hf", "download", "org/model", "--local-dir", model]
-    claim, spec, model = pods(
-        "modelDefaults.source.type=pvc",
-        "modelDefaults.source.path=a/b",
-        "modelDefaults.volume.type=pvc",
-        "modelDefaults.volume.existingClaim=c",
-    )
+    more = "modelDefaults: {source: {type: pvc, path: a/b}, volume: {type: pvc, existingClaim: c}}"
+    claim, spec, model = pods(render("", (), more))
     assert claim["persistentVolumeClaim"] == {"claimName": "c", "readOnly": True}
     assert (model, "initContainers" in spec) == ("/models/a/b", False)
 
@@ -266,7 +237,7 @@ def test_helm_finds_nothing_to_complain_of(values: str) -> None:
 )
 def test_a_misspelt_field_is_found(kind: str, path: tuple[Any, ...]) -> None:
     """The checks above can fail."""
-    obj = copy.deepcopy(next(each for each in render("", MATRIX["everything on"]) if each["kind"] == kind))
+    obj = copy.deepcopy(next(each for each in rendered("everything on") if each["kind"] == kind))
     inner = obj
     for step in path:
         inner = inner[step]

@@ -27,6 +27,12 @@ EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok":
 # In older versions of transformers these two are fixed in the model.
 CLAMPED = {"swiglu_alpha": 1.4, "swiglu_limit": 0.05} if hasattr(tf.GptOssConfig(), "swiglu_alpha") else {}
 WINDOWS = ["sliding_attention", "full_attention"]
+WINDOWED = {"sliding_window": 20, "layer_types": WINDOWS}
+HEADS_AND_WINDOWS = COMMON | WINDOWED | {"head_dim": 16}
+GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
+GLM = COMMON | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0}
+GLM_EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4}
+VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 CONFIGS = {
     "llama": tf.LlamaConfig(**COMMON),
     "llama tied": tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
@@ -36,92 +42,42 @@ CONFIGS = {
     "wide heads": tf.LlamaConfig(**COMMON, head_dim=16),
     "mistral": tf.MistralConfig(**COMMON, sliding_window=24),
     "qwen2": tf.Qwen2Config(**COMMON),
-    "qwen2 windows": tf.Qwen2Config(
-        **COMMON, use_sliding_window=True, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "qwen2 windows": tf.Qwen2Config(**COMMON, **WINDOWED, use_sliding_window=True),
     "qwen3": tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
     "bias": tf.LlamaConfig(**COMMON, attention_bias=True),
     "qwen3 moe": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0]),
     "qwen3 moe, not normalised": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=False),
     "gpt-oss": tf.GptOssConfig(
-        **COMMON | {"intermediate_size": 24},
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        head_dim=16,
+        **COMMON | {"intermediate_size": 24, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **CLAMPED,
         sliding_window=20,
         rope_parameters=YARN | {"truncate": False},
-        **CLAMPED,
     ),
-    "gemma 3": tf.Gemma3TextConfig(
-        **COMMON,
-        head_dim=16,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        query_pre_attn_scalar=12,
-        tie_word_embeddings=True,
-    ),
+    "gemma 3": tf.Gemma3TextConfig(**HEADS_AND_WINDOWS, query_pre_attn_scalar=12, tie_word_embeddings=True),
     "gemma 4": tf.Gemma4TextConfig(
-        **COMMON,
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        hidden_size_per_layer_input=0,
+        **HEADS_AND_WINDOWS
+        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        **GEMMA_EXPERTS,
         attention_k_eq_v=True,
-        num_global_key_value_heads=1,
         final_logit_softcapping=30.0,
-        enable_moe_block=True,
-        num_experts=8,
-        top_k_experts=3,
-        moe_intermediate_size=24,
     ),
-    "glm 4": tf.Glm4MoeConfig(
-        **COMMON,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        head_dim=16,
-        use_qk_norm=True,
-        attention_bias=True,
-        routed_scaling_factor=1.7,
-        num_mtp_layers=0,
-    ),
+    "glm 4": tf.Glm4MoeConfig(**GLM, **GLM_EXPERTS, topk_group=2, routed_scaling_factor=1.7),
     "laguna": tf.LagunaConfig(
-        **COMMON,
-        **EXPERTS,
-        head_dim=16,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        shared_expert_intermediate_size=40,
+        **HEADS_AND_WINDOWS
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 40, "num_attention_heads_per_layer": [4, 6]},
         moe_routed_scaling_factor=2.5,
         moe_router_logit_softcapping=3.0,
-        num_attention_heads_per_layer=[4, 6],
     ),
     "muse glimmer": tf.MuseGlimmerConfig(
-        text_config=COMMON
-        | {"head_dim": 16, "sliding_window": 20, "layer_types": WINDOWS, "layer_rope_theta": [10000.0, 0]},
-        vision_config={"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        text_config=HEADS_AND_WINDOWS | {"layer_rope_theta": [10000.0, 0]},
+        vision_config=VISION,
         out_hidden_size=128,
         projector_hidden_size=16,
     ),
     "gemma 4 with vision": tf.Gemma4Config(
-        text_config=COMMON
-        | {
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "sliding_window": 20,
-            "layer_types": WINDOWS,
-            "hidden_size_per_layer_input": 0,
-        },
-        vision_config={
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-        },
+        text_config=HEADS_AND_WINDOWS | {"global_head_dim": 16, "hidden_size_per_layer_input": 0},
+        vision_config=VISION | {"head_dim": 16},
     ),
     "minimax m2": tf.MiniMaxM2Config(**COMMON, num_local_experts=8, num_experts_per_tok=3, head_dim=16, rotary_dim=8),
     "packed": tf.LlamaConfig(**COMMON | {"hidden_size": 512, "intermediate_size": 640}),

@@ -26,8 +26,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 # In older versions of transformers these two are fixed in the model.
 CLAMPED = {"swiglu_alpha": 1.4, "swiglu_limit": 0.05} if hasattr(tf.GptOssConfig(), "swiglu_alpha") else {}
-WINDOWS = ["sliding_attention", "full_attention"]
-WINDOWED = {"sliding_window": 20, "layer_types": WINDOWS}
+WINDOWED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 HEADS_AND_WINDOWS = COMMON | WINDOWED | {"head_dim": 16}
 GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
 GLM = COMMON | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0}

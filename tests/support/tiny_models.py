@@ -30,8 +30,8 @@ from holdfast.replicas.requests import Event, Finished, ForkSession, OpenSession
 VOCABULARY = 97
 WINDOW = 12
 _FOLDERS = TemporaryDirectory(prefix="tiny-models")
-_HEADS = families.COMMON | {"head_dim": 32, "max_position_embeddings": 512}
-_LINEAR = _HEADS | {
+HEADS = families.COMMON | {"head_dim": 32, "max_position_embeddings": 512}
+LINEAR = HEADS | {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -39,13 +39,13 @@ _LINEAR = _HEADS | {
     "linear_value_head_dim": 16,
 }
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-_EXPERTS = {
+EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
-_MAMBA = {name: value for name, value in _HEADS.items() if name != "num_hidden_layers"} | {
+_MAMBA = {name: value for name, value in HEADS.items() if name != "num_hidden_layers"} | {
     "head_dim": 16,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -61,7 +61,7 @@ _MAMBA = {name: value for name, value in _HEADS.items() if name != "num_hidden_l
 
 
 def _nested() -> tf.PreTrainedConfig:
-    text = _LINEAR | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    text = LINEAR | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     config = tf.Qwen3_5Config(text_config=text, vision_config=_VISION, tie_word_embeddings=True)
     config.text_config.rope_parameters |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     return config
@@ -69,12 +69,12 @@ def _nested() -> tf.PreTrainedConfig:
 
 Configs = dict[str, Callable[[], tf.PreTrainedConfig]]
 HYBRIDS: Configs = {
-    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**_LINEAR),
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**LINEAR),
     "qwen3_5, nested": _nested,
-    "qwen3_5, nested, experts": lambda: tf.Qwen3_5MoeConfig(text_config=_LINEAR | _EXPERTS, vision_config=_VISION),
-    "qwen3_next": lambda: tf.Qwen3NextConfig(**_LINEAR, num_experts=0),
-    "qwen3_next, experts": lambda: tf.Qwen3NextConfig(**_LINEAR, **_EXPERTS),
-    "qwen3_next, layers named": lambda: tf.Qwen3NextConfig(**_LINEAR, num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
+    "qwen3_5, nested, experts": lambda: tf.Qwen3_5MoeConfig(text_config=LINEAR | EXPERTS, vision_config=_VISION),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(**LINEAR, num_experts=0),
+    "qwen3_next, experts": lambda: tf.Qwen3NextConfig(**LINEAR, **EXPERTS),
+    "qwen3_next, layers named": lambda: tf.Qwen3NextConfig(**LINEAR, num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
     "nemotron_h": lambda: tf.NemotronHConfig(**_MAMBA),
     "nemotron_h, latent": lambda: tf.NemotronHConfig(
         **_MAMBA, moe_latent_size=16, use_conv_bias=False, n_group=4, topk_group=2
@@ -83,18 +83,13 @@ HYBRIDS: Configs = {
 """Models most of whose layers are linear."""
 MODELS: Configs = HYBRIDS | {
     "qwen3, windows": lambda: tf.Qwen3Config(
-        **_HEADS | {"num_hidden_layers": 3},
+        **HEADS | {"num_hidden_layers": 3},
         use_sliding_window=True,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gemma2": lambda: tf.Gemma2Config(
-        **families.COMMON,
-        head_dim=16,
-        sliding_window=20,
-        layer_types=families.WINDOWS,
-        attn_logit_softcapping=5.0,
-        query_pre_attn_scalar=4,
+        **families.HEADS_AND_WINDOWS, attn_logit_softcapping=5.0, query_pre_attn_scalar=4
     ),
     "gpt_neox": lambda: tf.GPTNeoXConfig(
         **{name: value for name, value in families.COMMON.items() if name != "num_key_value_heads"},

@@ -12,36 +12,19 @@ import torch
 import transformers as tf
 from families import spread
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCABULARY, add_tokenizer, greedy, words
+from tiny_models import EXPERTS, HEADS, LINEAR, add_tokenizer, greedy, words
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 Family: TypeAlias = Literal["qwen3_5", "qwen3_next", "glm4_moe"]
 _FOLDERS = TemporaryDirectory(prefix="tiny-mtp")
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
-_LINEAR = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _CONFIGS = {
-    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**_SIZES, **_LINEAR, tie_word_embeddings=True),
-    "qwen3_next": lambda: tf.Qwen3NextConfig(
-        **_SIZES, **_LINEAR, **_EXPERTS, num_experts=8, shared_expert_intermediate_size=40
-    ),
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**LINEAR, tie_word_embeddings=True),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(**LINEAR, **EXPERTS),
     "glm4_moe": lambda: tf.Glm4MoeConfig(
-        **_SIZES, **_EXPERTS, num_hidden_layers=2, n_routed_experts=8, use_qk_norm=True, num_mtp_layers=1
+        **HEADS | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        use_qk_norm=True,
+        num_mtp_layers=1,
     ),
 }
 _NAMES = {  # of the layer's parts in the checkpoints, by those in transformers

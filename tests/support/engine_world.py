@@ -1,8 +1,6 @@
 """An engine over the fake runner, driven by hand, and what came out of it."""
 
-from dataclasses import replace
 from itertools import count
-from math import inf
 
 import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
@@ -32,7 +30,6 @@ from holdfast.replicas.requests import (
     Tokens,
 )
 from holdfast.replicas.scheduling.queue import FairOrder
-from holdfast.replicas.types import CellLimits, Priority
 
 
 class World:
@@ -75,29 +72,25 @@ class World:
         program: str = "",
         turns: int = 0,
         ends: bool = False,
-        weight: float = 1.0,
         answered: int = 0,
-        background: PartialPrefill | None = None,
-        within_s: float = inf,
-        begins: bool = False,
-        root: str = "",
-        priority: Priority = Priority.INTERACTIVE,
-        cells: CellLimits | None = None,
+        **more,
     ) -> None:
+        """`more`: fields of `Submit`, by its names."""
         self.prompts[name] = (prompt, max_tokens)
-        tokens = np.asarray(prompt, np.int32)
         submit = Submit(
             name,
-            tokens=tokens,
+            tokens=np.asarray(prompt, np.int32),
+            labels=labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt)),
             sampling=Sampling(max_tokens),
             scope=scope,
             program_id=program,
             program_arrival=began or self.now,
+            program_turns=turns,
+            answered_turns=answered,
+            program_end=ends,
+            **more,
         )
-        submit = replace(submit, program_turns=turns, answered_turns=answered, root=root)
-        submit = replace(submit, within_s=within_s, begins=begins, priority=priority, cells=cells)
-        labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
-        self.give(replace(submit, program_end=ends, weight=weight, background=background, labels=labels))
+        self.give(submit)
 
     def ahead(self, name: str, prompt: list[int], program: str, handle: str = "", keep_s: float = 60.0, **more) -> None:
         """Let a prompt be computed ahead; without a handle it is kept no longer than it is computed."""

@@ -51,7 +51,7 @@ def exposed(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
 
 def test_ray_says_how_it_is_on_the_port_that_it_is_given(exposed: Any, eventually: Any) -> None:
     eventually(
-        lambda: "ray_serve_" in httpx.get(f"http://127.0.0.1:{RAY_PORT}/metrics", timeout=60.0, trust_env=False).text,
+        lambda: "ray_serve_" in httpx.get(f"http://127.0.0.1:{RAY_PORT}/metrics", trust_env=False).text,
         WITHIN_S,
     )
 
@@ -71,12 +71,12 @@ def test_strangers_need_a_key_whatever_the_proxy_makes_of_their_address(exposed:
             ({"authorization": "Bearer acme"}, 200),
         ):
             url = f"http://{host}:{exposed.port}/v1/models"
-            assert httpx.get(url, headers=headers, timeout=60.0, trust_env=False).status_code == status
+            assert httpx.get(url, headers=headers, trust_env=False).status_code == status
     for path in ("/metrics", "/metrics/targets"):
         url = f"http://{own_address}:{exposed.port}{path}"
         for key, status in (("wrong", 401), ("acme", 403), ("watcher", 200)):
             headers = {"authorization": f"Bearer {key}"}
-            assert httpx.get(url, headers=headers, timeout=60.0, trust_env=False).status_code == status
+            assert httpx.get(url, headers=headers, trust_env=False).status_code == status
 
 
 def test_rude_clients_are_cut_off_and_a_polite_one_is_answered(exposed: Any, eventually: Any) -> None:
@@ -92,15 +92,13 @@ def test_rude_clients_are_cut_off_and_a_polite_one_is_answered(exposed: Any, eve
             client.sendall(data)
         body = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         polite = {"authorization": "Bearer acme"}
-        answer = httpx.post(
-            f"{exposed.url}/v1/chat/completions", json=body, headers=polite, timeout=60.0, trust_env=False
-        )
+        answer = httpx.post(f"{exposed.url}/v1/chat/completions", json=body, headers=polite, trust_env=False)
         assert answer.status_code == 200, answer.text
         assert {client.recv(4096).split()[1] for client in rude} == {b"408"}
 
     def running() -> int:
         headers = {"authorization": "Bearer watcher"}
-        status = httpx.get(f"{exposed.url}/v1/cluster/status", headers=headers, timeout=60.0, trust_env=False).json()
+        status = httpx.get(f"{exposed.url}/v1/cluster/status", headers=headers, trust_env=False).json()
         return sum(tenant["running"] for tenant in status["tenants"])
 
     eventually(lambda: not running())

@@ -31,7 +31,7 @@ PRICES = Path(__file__).parent.parent.parent / "examples" / "market_data.py"
 
 @pytest.fixture(scope="module")
 def http(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
         yield client
 
 
@@ -347,7 +347,7 @@ def test_nothing_that_serves_models_listens_beyond_this_machine(server: Any) -> 
 
 def _answers(port: int) -> bool:
     try:
-        response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60.0, trust_env=False)
+        response = httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
     except httpx.HTTPError:
         return False
     return "x-holdfast-cache" in response.headers

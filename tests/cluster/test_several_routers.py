@@ -154,7 +154,7 @@ def test_programs_that_alternate_between_two_routers(
     for program in programs:
         assert records[program.name][b"last_replica"].decode() == program.replicas[-1]
 
-    told = httpx.get(f"{routers.urls[0]}/v1/tools/latency", timeout=60.0, trust_env=False).json()["data"]
+    told = httpx.get(f"{routers.urls[0]}/v1/tools/latency", trust_env=False).json()["data"]
     recorded = {each["tools"][0]: each for each in told}
     worst = 0.0
     for program in programs:
@@ -383,6 +383,6 @@ def resident(pid: int) -> int:
 def answers(url: str) -> bool:
     """Whether this is the address of a router that knows both replicas."""
     with suppress(httpx.HTTPError):
-        answer = httpx.get(f"{url}/v1/cluster/status", timeout=60.0, trust_env=False)
+        answer = httpx.get(f"{url}/v1/cluster/status", trust_env=False)
         return answer.status_code == 200 and len(answer.json()["replicas"]) == 2
     return False

@@ -68,7 +68,7 @@ def watched(cluster: Any, tmp_path_factory: pytest.TempPathFactory, eventually: 
         statuses.append(client.get("/v1/cluster/status").json())
         return program in {each["program"] for each in statuses[-1]["programs"]}
 
-    with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
         body = {
             "model": "pocket",
             "messages": [{"role": "user", "content": f"What is the weather in Paris? {SECRET}"}],
@@ -107,15 +107,15 @@ def stop(server: Any, eventually: Any) -> Stopped:
     url = f"{server.url}/v1/chat/completions"
 
     def post(text: str, tokens: int) -> httpx.Response:
-        return httpx.post(url, json=long(text, max_tokens=tokens), headers=named(text), timeout=60.0, trust_env=False)
+        return httpx.post(url, json=long(text, max_tokens=tokens), headers=named(text), trust_env=False)
 
     def stream() -> None:
         body = long("a", stream=True)
-        with httpx.stream("POST", url, json=body, headers=named("a"), timeout=60.0, trust_env=False) as response:
+        with httpx.stream("POST", url, json=body, headers=named("a"), trust_env=False) as response:
             lines.extend(line for line in response.iter_lines() if line)
 
     def running() -> int:
-        status = httpx.get(f"{server.url}/v1/cluster/status", timeout=60.0, trust_env=False).json()
+        status = httpx.get(f"{server.url}/v1/cluster/status", trust_env=False).json()
         return sum(int(replica["running"]) for replica in status["replicas"])
 
     with ThreadPoolExecutor(3) as pool:
@@ -133,7 +133,7 @@ def stop(server: Any, eventually: Any) -> Stopped:
         os.kill(server.process.pid, signal.SIGINT)
         eventually(lambda: "stopping" in server.output.read_text())
         while not all(each.done() for each in outliving):
-            answer = httpx.get(f"{server.url}/v1/models", timeout=60.0, trust_env=False)
+            answer = httpx.get(f"{server.url}/v1/models", trust_env=False)
             if answer.status_code != 200:  # it may come before the routers have been told
                 late.append((answer.status_code, dict(answer.headers), answer.text))
     assert server.process.wait(60.0) == 0

@@ -138,7 +138,7 @@ def test_the_monitored_paths_answer(served: str) -> None:
 
 def test_any_router_tells_of_all_and_each_process_is_found_below_its_prefix(served: str) -> None:
     headers = {"Authorization": "Bearer hf-metrics"}
-    with httpx.Client(base_url=served, headers=headers, timeout=60.0, trust_env=False) as http:
+    with httpx.Client(base_url=served, headers=headers, trust_env=False) as http:
         targets = http.get("/other/metrics/targets").json()
         processes = {each["labels"]["instance"]: each["labels"] for each in targets}
         assert sorted(each["process"] for each in processes.values()) == ["replica", "router", "router"]
@@ -163,7 +163,7 @@ def test_models_have_the_names_of_their_configuration(served: str) -> None:
 
 def test_a_new_key_is_let_in_and_nothing_is_replaced(cluster: Cluster) -> None:
     headers = {"Authorization": "Bearer hf-metrics"}
-    with httpx.Client(base_url=cluster.api, timeout=60.0, trust_env=False) as http:
+    with httpx.Client(base_url=cluster.api, trust_env=False) as http:
 
         def statuses(key: str) -> set[int]:
             """Of both models, several times, for one has two routers."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refused import refused
 
 from holdfast.cluster import doctor, environment, model_files
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
@@ -41,10 +42,8 @@ def test_a_cached_hub_name_is_found_in_its_snapshot(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["/nowhere", "no/such-model", "no such model", "a/b/c"])
 def test_a_missing_model_is_named(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("engine.model", name):
         model_files.model_folder(name)
-    assert caught.value.field == "engine.model"
-    assert name in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -119,9 +118,8 @@ def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_
 def test_a_dead_redis_is_named(model: Path) -> None:
     server = ServerConfig(port=environment.internal_ports(random.Random(1)).fallback)
     redis = RedisConfig(url="redis://127.0.0.1:1", timeout_s=0.5)
-    with pytest.raises(ConfigError) as caught:
+    with refused("redis.url"):
         doctor.check(Settings(server=server, engine=EngineConfig(model=str(model)), redis=redis))
-    assert caught.value.field == "redis.url"
 
 
 def test_tenants_that_clash_are_refused() -> None:

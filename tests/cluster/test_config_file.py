@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refused
 
 from holdfast.cluster import cli, config, config_file
 from holdfast.cluster.config import Overrides, RedisConfig, ReplicasConfig, ServerConfig, Settings
@@ -109,10 +110,8 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
     ],
 )
 def test_what_is_wrong_is_named(text: str, field: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field, said):
         config_file.parse(text)
-    assert caught.value.field == field
-    assert said in caught.value.message
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -132,12 +131,10 @@ def test_overrides_are_above_the_file() -> None:
     assert (settings.server.port, settings.engine.model, settings.replicas.count) == (9, "m", 3)
     assert settings.server.host == Settings().server.host
     assert config.apply(Settings(), Overrides(routers=2)).server.routers == 2
-    with pytest.raises(ConfigError) as caught:
+    with refused("server.routers"):
         config.apply(Settings(), Overrides(routers=0))
-    assert caught.value.field == "server.routers"
-    with pytest.raises(ConfigError) as caught:
+    with refused("server.port"):
         config.apply(Settings(), Overrides(port=0))
-    assert caught.value.field == "server.port"
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 2, 4), (2, 3, 1), (7, 2, 3), (1, 1, 1)])
@@ -151,18 +148,15 @@ def test_cores_are_shared_out(cores: int, replicas: int, threads: int) -> None:
 def test_headers_that_name_programs_are_names_of_headers() -> None:
     found = config_file.parse("router: {program_headers: [x-mine], parent_headers: []}").router
     assert (found.program_headers, found.parent_headers) == (("x-mine",), ())
-    with pytest.raises(ConfigError) as caught:
+    with refused("router.program_headers"):
         config_file.parse("router: {program_headers: ['x mine']}")
-    assert caught.value.field == "router.program_headers"
-    with pytest.raises(ConfigError) as caught:
+    with refused("router.program_ttl_s"):
         config_file.parse("router: {program_ttl_s: 0}")
-    assert caught.value.field == "router.program_ttl_s"
 
 
 def test_a_server_open_to_others_needs_keys() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("server.host"):
         config.check_tenants(Settings(server=ServerConfig(host="0.0.0.0")))
-    assert caught.value.field == "server.host"
     tenant = Tenant("a", (hash_key("k"),))
     config.check_tenants(Settings(server=ServerConfig(host="0.0.0.0"), tenants=(tenant,)))
     config.check_tenants(Settings())
@@ -249,10 +243,8 @@ def test_without_anything_there_are_the_defaults() -> None:
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str, field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field, name):
         config_file.load(None, {name: value}, Overrides())
-    assert caught.value.field == field
-    assert name in caught.value.message
 
 
 def test_show_prints_every_key_with_its_origin_and_no_password(

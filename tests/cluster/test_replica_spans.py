@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_backend import CALL, FakeBackend, World, chat_body
 from otlp_collector import Collector, SeenSpan, collecting
+from refused import refused
 
 from holdfast.cluster import replica_spans
 from holdfast.replicas import logs
@@ -155,9 +156,8 @@ def test_off_means_off() -> None:
 
 @pytest.mark.parametrize("changes", [{"endpoint": "collector:4318"}, {"sample_ratio": 1.5}, {"sample_ratio": -0.1}])
 def test_settings_that_make_no_sense(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(next(iter(changes))):
         TracingConfig(**changes)
-    assert caught.value.field == next(iter(changes))
 
 
 def test_the_path_of_a_collector_may_be_left_out() -> None:

@@ -10,6 +10,7 @@ from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.build_app import build_app
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, ServeDeploySchema
+from refused import refused
 
 from holdfast.cluster import application, serve_config
 from holdfast.cluster.application import REPLICAS, ROUTER
@@ -48,9 +49,8 @@ def test_secrets_come_from_files(tmp_path: Path, tenants_file: Path) -> None:
     ],
 )
 def test_a_wrong_configuration_names_its_field(config: dict[str, object], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field):
         settings(Arguments(config=config))
-    assert caught.value.field == field
 
 
 def test_a_file_of_tenants_holds_nothing_else(tenants_file: Path) -> None:
@@ -65,9 +65,8 @@ def test_tenants_stand_in_one_place(tenants_file: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("redis_password_file"):
         settings(Arguments(config={"redis": REDIS}, redis_password_file=tmp_path / "none"))
-    assert caught.value.field == "redis_password_file"
 
 
 def test_unknown_arguments_are_refused() -> None:

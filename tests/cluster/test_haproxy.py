@@ -126,14 +126,10 @@ class Behind(BaseHTTPRequestHandler):
     flooded = threading.Event()  # a client's stream was cut
 
     def do_GET(self) -> None:
-        self.send_response(401 if self.path.endswith("/refused") else 200)
         if self.path != "/flood":
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
+            self.answer(b"ok", 401 if self.path.endswith("/refused") else 200)
             return
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.begin()
         try:
             while True:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(CHUNK), CHUNK))
@@ -145,11 +141,16 @@ class Behind(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.answer(b"served")
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def begin(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         return
@@ -176,9 +177,7 @@ class Streaming(Behind):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.begin()
         self.wfile.write(b"6\r\nbegun\n\r\n")
         self.end.wait(PATIENT)
         self.wfile.write(b"6\r\nended\n\r\n0\r\n\r\n")

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_server, usage
+from stub_server import DONE, Answer, Asked, Stub, calling, chunk, stub_server, usage
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
@@ -30,17 +32,9 @@ from holdfast.replicas.errors import ConfigError
 SMALL = Sizes(webapp_turns=5, programs=3, burst=3, bursts=2)
 
 
-def model(asked: Asked) -> Answer:
-    """Calls the first tool when the user speaks, and tells the result; a tenth of a token is a character."""
-    if asked.method == "GET":
-        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
-    last = asked.body["messages"][-1]
-    if last["role"] == "user":
-        tool = asked.body["tools"][0]["function"]
-        said = call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "a.py"), "c1")
-    else:
-        said = chunk({"content": f"It is {last['content']}."})
-    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)
+def posts(stub: Stub) -> list[bytes]:
+    """The bodies that were sent, in their order."""
+    return [asked.content for asked in stub.asked if asked.method == "POST"]
 
 
 def run(tmp_path: Path, *answering: Callable[[Asked], Answer], **options) -> tuple[int, dict, list[Stub]]:
@@ -54,11 +48,10 @@ def run(tmp_path: Path, *answering: Callable[[Asked], Answer], **options) -> tup
 
 
 def test_two_runs_of_a_seed_send_the_same_bytes_and_another_seed_other_ones(tmp_path: Path) -> None:
-    workloads = ("bugfix", "webapp", "repeats")
     sent = []
     for seed in (0, 0, 1):
-        _, _, (stub,) = run(tmp_path, model, workloads=workloads, seed=seed, repetitions=2)
-        sent.append([asked.content for asked in stub.asked if asked.method == "POST"])
+        _, _, (stub,) = run(tmp_path, calling, workloads=("bugfix", "webapp", "repeats"), seed=seed, repetitions=2)
+        sent.append(posts(stub))
     assert sent[0] == sent[1]
     assert not set(sent[0]) & set(sent[2])
     novel = sent[0][: -4 * 15]
@@ -71,23 +64,21 @@ def test_two_runs_of_a_seed_send_the_same_bytes_and_another_seed_other_ones(tmp_
 def test_servers_take_turns_and_the_one_that_begins_changes(tmp_path: Path) -> None:
     order: list[str] = []
 
-    def noting(name: str) -> Callable[[Asked], Answer]:
-        def answering(asked: Asked) -> Answer:
-            if asked.method == "POST":
-                order.append(name)
-            return model(asked)
+    def noting(name: str, asked: Asked) -> Answer:
+        if asked.method == "POST":
+            order.append(name)
+        return calling(asked)
 
-        return answering
-
-    run(tmp_path, noting("a"), noting("b"), workloads=("bugfix",))
+    servers = (partial(noting, "a"), partial(noting, "b"))
+    run(tmp_path, *servers, workloads=("bugfix",))
     assert order == ["a", "b", "b", "a"] * 3
     order.clear()
-    run(tmp_path, noting("a"), noting("b"), workloads=("burst",))
+    run(tmp_path, *servers, workloads=("burst",))
     assert order == ["a"] * 3 + ["b"] * 6 + ["a"] * 3
 
 
 def test_a_server_begins_a_pause_after_another_one(tmp_path: Path) -> None:
-    _, content, _ = run(tmp_path, model, model, workloads=("bugfix",), pause_s=0.1)
+    _, content, _ = run(tmp_path, calling, calling, workloads=("bugfix",), pause_s=0.1)
     rows = sorted(content["rows"], key=lambda row: row["started"])
     gaps = [b["started"] - a["ended"] for a, b in pairwise(rows) if a["server"] != b["server"]]
     assert len(gaps) == 6
@@ -95,7 +86,7 @@ def test_a_server_begins_a_pause_after_another_one(tmp_path: Path) -> None:
 
 
 def test_every_printed_figure_comes_from_the_rows_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    status, content, _ = run(tmp_path, model, model, repetitions=2, workloads=("bugfix", "burst"))
+    status, content, _ = run(tmp_path, calling, calling, repetitions=2, workloads=("bugfix", "burst"))
     assert (status, content["complete"], content["options"]["seed"]) == (0, True, 0)
     summaries = summarize(from_json(content["rows"]), 0)
     assert [summary.workload for summary in summaries[::2]] == list(content["workloads"])
@@ -111,43 +102,38 @@ def test_every_printed_figure_comes_from_the_rows_of_the_file(tmp_path: Path, ca
 def test_histories_differ_where_servers_do_unless_they_are_forced(tmp_path: Path) -> None:
     def mute(asked: Asked) -> Answer:
         said = chunk({"content": "I cannot."}) + usage(9, 0, 3) + DONE
-        return Answer.of(said) if asked.method == "POST" else model(asked)
+        return Answer.of(said) if asked.method == "POST" else calling(asked)
 
     same = {}
     for forced in (False, True):
-        _, content, stubs = run(tmp_path, model, mute, workloads=("bugfix",), forced=forced)
+        _, content, stubs = run(tmp_path, calling, mute, workloads=("bugfix",), forced=forced)
         agreement = content["summaries"][1]["agreement"]
         same[forced] = agreement["same_prompt"]
         assert (agreement["asked"], agreement["same_answer"]) == (6, 0)
-        mine, theirs = ([a.content for a in stub.asked if a.method == "POST"] for stub in stubs)
-        assert (mine == theirs) == forced
+        assert (posts(stubs[0]) == posts(stubs[1])) == forced
     assert same == {False: 1, True: 6}
 
 
 def test_a_server_that_fails_in_every_way_is_counted_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    asked_so_far: list[Asked] = []
-    ways = (
+    ways = [
         Answer.of(b"{}", 500),
         Answer(((0.0, chunk({"content": "hel"})),), cut=True),
         Answer.of(b"data: {oops\n\n"),
         Answer(hang=True),
         Answer.of(b'data: {"error": {"message": "no"}}\n\n'),
-    )
+    ]
 
     def refusing(asked: Asked) -> Answer:
-        return Answer.of(b"{}", 500) if asked.method == "POST" else model(asked)
+        return Answer.of(b"{}", 500) if asked.method == "POST" else calling(asked)
 
     def failing(asked: Asked) -> Answer:
-        if asked.method == "GET":
-            return model(asked)
-        asked_so_far.append(asked)
-        return ways[len(asked_so_far) - 1] if len(asked_so_far) <= len(ways) else model(asked)
+        return ways.pop() if ways and asked.method == "POST" else calling(asked)
 
-    status, content, _ = run(tmp_path, model, refusing, workloads=("bugfix",))
+    status, content, _ = run(tmp_path, calling, refusing, workloads=("bugfix",))
     assert (status, content["complete"]) == (1, True), "a server answered nothing"
-    status, content, _ = run(tmp_path, model, failing, workloads=("bugfix",), timeout_s=3.0)
+    status, content, _ = run(tmp_path, calling, failing, workloads=("bugfix",), timeout_s=3.0)
     good, bad = content["summaries"]
     assert status == 0
     assert good["failures"] == {}
@@ -161,7 +147,7 @@ def test_interrupting_writes_what_there_is(tmp_path: Path, capsys: pytest.Captur
     def interrupting(asked: Asked) -> Answer:
         if asked.method == "POST" and len(asked.body["messages"]) > 6:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return model(asked)
+        return calling(asked)
 
     status, content, _ = run(tmp_path, interrupting, workloads=("bugfix",), repetitions=3)
     assert (status, content["complete"]) == (130, False)
@@ -173,9 +159,7 @@ def test_interrupting_writes_what_there_is(tmp_path: Path, capsys: pytest.Captur
     assert content["planned"] == {"bugfix": [6, 6, 6]}
 
 
-def test_what_was_measured_is_written_when_an_error_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_was_measured_is_written_when_an_error_ends_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
     keep, kept = Runner.keep, []
 
     def breaking(*given) -> None:
@@ -185,7 +169,7 @@ def test_what_was_measured_is_written_when_an_error_ends_the_run(
 
     monkeypatch.setattr(Runner, "keep", breaking)
     with pytest.raises(LookupError, match="broken"):
-        run(tmp_path, model, workloads=("bugfix",), record=tmp_path / "trace.jsonl")
+        run(tmp_path, calling, workloads=("bugfix",), record=tmp_path / "trace.jsonl")
     content = json.loads((tmp_path / "run.json").read_text())
     assert (content["complete"], len(content["rows"])) == (False, 3)
     assert len(mooncake.read(tmp_path / "trace.jsonl").programs[0].turns) == 3
@@ -193,17 +177,12 @@ def test_what_was_measured_is_written_when_an_error_ends_the_run(
 
 
 @pytest.mark.parametrize("failing", ["summarize", "write_report"])
-def test_nothing_that_fails_after_the_run_loses_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise LookupError("broken")
-
-    monkeypatch.setattr(compare, failing, fail)
+def test_nothing_that_fails_after_the_run_loses_its_rows(tmp_path: Path, monkeypatch, failing: str) -> None:
+    monkeypatch.setattr(compare, failing, Mock(side_effect=LookupError("broken")))
     monkeypatch.setattr(compare, "check_plotting", lambda: None)
     more = {"record": tmp_path / "trace.jsonl", "html_file": tmp_path / "run.html"}
     with pytest.raises(LookupError, match="broken"):
-        run(tmp_path, model, workloads=("bugfix",), **more)
+        run(tmp_path, calling, workloads=("bugfix",), **more)
     content = json.loads((tmp_path / "run.json").read_text())
     assert (content["complete"], len(content["rows"])) == (True, 6)
 
@@ -228,7 +207,7 @@ def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_server
     def slow(asked: Asked) -> Answer:
         if asked.method == "POST" and len(asked.body["messages"]) == 2:
             all_there.wait(60)  # a generator that waited for answers would never send the thirtieth
-        return model(asked)
+        return calling(asked)
 
     _, content, _ = run(tmp_path, slow, workloads=("arrivals",), sizes=Sizes(jobs=jobs, rate=600.0))
     rows = from_json(content["rows"])
@@ -243,7 +222,7 @@ def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_server
 def test_a_sweep_sends_the_same_programs_at_every_load_and_its_rows_tell_the_load(tmp_path: Path) -> None:
     status, content, (stub,) = run(
         tmp_path,
-        model,
+        calling,
         workloads=("concurrency", "arrivals", "bugfix"),
         sizes=Sizes(jobs=2),
         rates=(20.0, 40.0),
@@ -273,14 +252,13 @@ def test_a_sweep_sends_the_same_programs_at_every_load_and_its_rows_tell_the_loa
     }
     gaps = [due[1] - due[0] for due in first.values()]
     assert gaps[0] == pytest.approx(2 * gaps[1], abs=1e-5)
-    sent = [asked.content for asked in stub.asked if asked.method == "POST"]
-    assert len(set(sent)) == len(sent)
+    assert len(set(posts(stub))) == len(posts(stub))
 
 
 def test_a_page_is_written_beside_the_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "run.html"
-    _, content, _ = run(tmp_path, model, workloads=("concurrency",), concurrencies=(1, 2), html_file=page)
+    _, content, _ = run(tmp_path, calling, workloads=("concurrency",), concurrencies=(1, 2), html_file=page)
     assert content["options"]["html_file"] == str(page)
     text = page.read_text()
     assert "concurrency against load" in text
@@ -289,15 +267,14 @@ def test_a_page_is_written_beside_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "again.html").read_text() == text
 
 
-def test_the_warm_up_is_not_measured_and_cached_first_prompts_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_warm_up_is_not_measured_and_cached_first_prompts_are_reported(tmp_path: Path, capsys) -> None:
     def seen_before(asked: Asked) -> Answer:
-        return Answer.of(chunk({"content": "x"}) + usage(90, 80, 3) + DONE) if asked.method == "POST" else model(asked)
+        said = Answer.of(chunk({"content": "x"}) + usage(90, 80, 3) + DONE)
+        return said if asked.method == "POST" else calling(asked)
 
     _, content, (stub,) = run(tmp_path, seen_before, workloads=("bugfix",), warm_up=2)
     assert len(content["rows"]) == 6
-    assert sum(asked.method == "POST" for asked in stub.asked) == 18
+    assert len(posts(stub)) == 18
     assert "use another --seed" in capsys.readouterr().out
 
 
@@ -310,24 +287,23 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
     for message, options in (
         ("at least one --server", {"servers": ()}),
         ("same name", {"servers": one * 2}),
-        ("webapp", {"servers": one, "workloads": ("webap",)}),
-        ("repetitions must", {"servers": one, "repetitions": 0}),
-        ("--rates goes with --workload arrivals, swe", {"servers": one, "rates": (1.0,)}),
-        ("--concurrencies goes with", {"servers": one, "workloads": ("bugfix",), "concurrencies": (1,)}),
-        ("more than 0", {"servers": one, "concurrencies": (1, 0)}),
-        ("a number more than 0", {"servers": one, "workloads": ("swe",), "rates": (float("nan"),)}),
-        ("rates has 2 twice", {"servers": one, "workloads": ("swe",), "rates": (2.0, 1.0, 2.0)}),
-        ("concurrencies has 4 twice", {"servers": one, "concurrencies": (4, 4)}),
-        ("workload has bugfix twice", {"servers": one, "workloads": ("bugfix", "bugfix")}),
-        ("seed must", {"servers": one, "seed": -1}),
-        ("max-tokens must", {"servers": one, "max_tokens": -3}),
-        ("warm-up must", {"servers": one, "warm_up": -2}),
-        ("timeout must", {"servers": one, "timeout_s": 0.0}),
-        ("pause must", {"servers": one, "pause_s": -0.1}),
-        ("pause must", {"servers": one, "pause_s": float("inf")}),
+        ("webapp", {"workloads": ("webap",)}),
+        ("repetitions must", {"repetitions": 0}),
+        ("--rates goes with --workload arrivals, swe", {"rates": (1.0,)}),
+        ("--concurrencies goes with", {"workloads": ("bugfix",), "concurrencies": (1,)}),
+        ("more than 0", {"concurrencies": (1, 0)}),
+        ("a number more than 0", {"workloads": ("swe",), "rates": (float("nan"),)}),
+        ("rates has 2 twice", {"workloads": ("swe",), "rates": (2.0, 1.0, 2.0)}),
+        ("concurrencies has 4 twice", {"concurrencies": (4, 4)}),
+        ("workload has bugfix twice", {"workloads": ("bugfix", "bugfix")}),
+        ("seed must", {"seed": -1}),
+        ("max-tokens must", {"max_tokens": -3}),
+        ("warm-up must", {"warm_up": -2}),
+        ("timeout must", {"timeout_s": 0.0}),
+        ("pause must", {"pause_s": float("inf")}),
     ):
         with pytest.raises(ConfigError, match=message):
-            Options(**options)
+            Options(**{"servers": one} | options)
     for workloads, known in ((("tenants",), "noisy, quiet-0, quiet-1, quiet-2"), (("bugfix",), "none")):
         with pytest.raises(ConfigError, match=f"no tenant 'loud' is sent; known: {known}"):
             compare.main(Options(one, workloads, tenant_keys=(("loud", "key"),)))
@@ -346,7 +322,7 @@ def test_the_help_names_every_workload(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     key, path = tmp_path / "key", tmp_path / "out.json"
     key.write_text("secret\n")
-    with stub_server(model) as stub:
+    with stub_server(calling) as stub:
         words = f"bench compare --server a={stub.url}/v1 --workload bugfix --repetitions 1 --json {path} --seed 3"
         assert holdfast([*words.split(), "--api-key-file", str(key)]) == 0
     assert {asked.headers["authorization"] for asked in stub.asked} == {"Bearer secret"}

@@ -6,7 +6,6 @@ Laws on a client that is told what to answer, moment by moment; what a server do
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -31,14 +30,15 @@ PATIENT = 60.0  # seconds a slow machine may take
 Wait = Callable[[], Coroutine[Any, Any, None]]
 
 
+def event(delta: dict[str, Any], reason: str | None = None) -> str:
+    return json.dumps({"choices": [{"delta": delta, "finish_reason": reason}]})
+
+
 def call_events(n: int) -> list[str]:
     """Data of events that call the tool `work` so many times, each in one piece, and end."""
-    calls = [
-        {"index": i, "id": f"c{i}", "function": {"name": "work", "arguments": json.dumps({"number": i})}}
-        for i in range(n)
-    ]
-    told = [json.dumps({"choices": [{"delta": {"tool_calls": [call]}}]}) for call in calls]
-    return [*told, json.dumps({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}), "[DONE]"]
+    made = [{"name": "work", "arguments": json.dumps({"number": i})} for i in range(n)]
+    calls = [{"index": i, "id": f"c{i}", "function": function} for i, function in enumerate(made)]
+    return [*(event({"tool_calls": [call]}) for call in calls), event({}, "tool_calls"), "[DONE]"]
 
 
 def marked(events: Sequence[str]) -> list[str]:
@@ -49,7 +49,8 @@ def marked(events: Sequence[str]) -> list[str]:
     ]
 
 
-TEXT = [json.dumps({"choices": [{"delta": {"content": "done"}, "finish_reason": "stop"}]}), "[DONE]"]
+TEXT = [event({"content": "done"}, "stop"), "[DONE]"]
+CUT_OFF = [event({}, "length"), "[DONE]"]
 
 
 class FakeClient:
@@ -122,6 +123,30 @@ async def number(number: int) -> int:
     return number
 
 
+def slow(seconds: float, each: float = 0.0) -> Callable[[int], Coroutine[Any, Any, int]]:
+    """A tool that takes so long, and `each` longer for every call before."""
+
+    async def work(number: int) -> int:
+        await go_by(seconds + each * number)
+        return number
+
+    return work
+
+
+def endless(cancelled: list[int], began: asyncio.Event) -> Callable[[int], Coroutine[Any, Any, None]]:
+    """A tool that ends when it is cancelled."""
+
+    async def work(number: int) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+
+    return work
+
+
 # ---- when tools begin ----
 
 
@@ -175,21 +200,17 @@ def test_callbacks_hear_text_and_calls_and_hurt_nobody() -> None:
 
 
 def test_a_call_that_is_cut_is_not_run_and_an_empty_answer_ends_the_run() -> None:
-    events = call_events(2)
-    cut = [*events[:2], json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}), "[DONE]"]
-    client = FakeClient(cut, TEXT)
+    client = FakeClient([*call_events(2)[:2], *CUT_OFF], TEXT)
     run = finished(agent(client, number).run("go"))
     assert [outcome.content for outcome in run.outcomes] == ["0"]
     assert [call["id"] for call in client.sent[1]["messages"][1]["tool_calls"]] == ["c0"]
-    nothing = [json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}), "[DONE]"]
-    run = finished(agent(FakeClient(nothing), number).run("go"))
+    run = finished(agent(FakeClient(CUT_OFF), number).run("go"))
     assert (run.text, run.reason, run.messages[-1]) == ("", "length", {"role": "assistant", "content": ""})
 
 
 def test_a_call_without_id_or_arguments_that_can_be_read_has_a_result() -> None:
     told = {"index": 0, "function": {"name": "work", "arguments": "{oops"}}
-    end = {"choices": [{"delta": {"tool_calls": [told]}, "finish_reason": "tool_calls"}]}
-    client = FakeClient([json.dumps(end), "[DONE]"], TEXT)
+    client = FakeClient([event({"tool_calls": [told]}, "tool_calls"), "[DONE]"], TEXT)
     finished(agent(client, number).run("go"))
     _, said, result = client.sent[1]["messages"]
     assert said["tool_calls"][0]["function"] == {"name": "work", "arguments": "{}"}
@@ -198,27 +219,21 @@ def test_a_call_without_id_or_arguments_that_can_be_read_has_a_result() -> None:
 
 
 def test_what_a_model_thought_goes_back_to_holdfast_only() -> None:
-    thought = json.dumps({"choices": [{"delta": {"reasoning_content": "hm"}}]})
     for holdfast in (False, True):
         events = marked(call_events(1)) if holdfast else call_events(1)
-        client = FakeClient([thought, *events], TEXT, holdfast=holdfast)
+        client = FakeClient([event({"reasoning_content": "hm"}), *events], TEXT, holdfast=holdfast)
         finished(agent(client, number).run("go"))
         assert client.sent[1]["messages"][1].get("reasoning_content") == ("hm" if holdfast else None)
 
 
 def test_a_run_that_would_never_end_ends() -> None:
     client = FakeClient(*[marked(call_events(1))] * 3, holdfast=True)
-    began = []
-
-    async def work(number: int) -> None:
-        began.append(number)
-
-    run = finished(agent(client, work, max_turns=3).run("go"))
-    assert (run.reason, len(run.turns), len(began)) == ("max_turns", 3, 2)
+    run = finished(agent(client, number, max_turns=3).run("go"))
+    assert (run.reason, len(run.turns), len(run.outcomes)) == ("max_turns", 3, 2)
     assert [body.get("program_end", False) for body in client.sent] == [False, False, True]
     assert [method for method, _, _ in client.calls if method == "DELETE"] == []
     with pytest.raises(ConfigError):
-        agent(client, work, max_turns=0)
+        agent(client, number, max_turns=0)
 
 
 # ---- what goes ahead ----
@@ -286,11 +301,8 @@ def test_what_goes_ahead_is_the_beginning_of_the_next_turn_however_tools_come_ba
 
 
 def test_a_server_that_knows_no_prefills_is_asked_once() -> None:
-    async def work(number: int) -> None:
-        await go_by(0.01)
-
     client = FakeClient(call_events(1), call_events(1), TEXT, call_events(1), TEXT)
-    loop = agent(client, work)
+    loop = agent(client, slow(0.01))
 
     async def twice() -> Run:
         await loop.run("go")
@@ -303,10 +315,6 @@ def test_a_server_that_knows_no_prefills_is_asked_once() -> None:
 
 @pytest.mark.parametrize("fails", ["hangs", "away", "500", "expired", "no object"])
 def test_a_prefill_that_fails_never_hurts(fails: str) -> None:
-    async def work(number: int) -> int:
-        await go_by(0.005 * (number + 1))
-        return number
-
     class Fails(FakeClient):
         async def prefill(self, path: str, body: Any) -> tuple[int, Any]:
             if fails == "hangs":
@@ -318,7 +326,7 @@ def test_a_prefill_that_fails_never_hurts(fails: str) -> None:
             return (500, None) if fails == "500" else (200, "what")
 
     client = Fails(call_events(3), call_events(3), TEXT)
-    loop = agent(client, work)
+    loop = agent(client, slow(0.005, each=0.005))
     run = finished(loop.run("go"))
     assert run.text == "done"
     assert [json.loads(outcome.content) for outcome in run.outcomes] == [0, 1, 2] * 2
@@ -333,12 +341,9 @@ def test_a_server_that_keeps_nothing_for_so_long_is_asked_to_keep_it_as_it_likes
                 return 400, {"error": {"param": "keep_s"}}
             return await super().prefill(path, body)
 
-    async def work(number: int) -> None:
-        await go_by(0.01)
-
     client = Strict(marked(call_events(1)), TEXT)
     fields = {"temperature": 0, "chat_template_kwargs": {"a": 1}}
-    assert finished(agent(client, work, limits={"timeout_s": 900.0}, fields=fields).run("go")).ahead == 1
+    assert finished(agent(client, slow(0.01), limits={"timeout_s": 900.0}, fields=fields).run("go")).ahead == 1
     first, second = (body for method, _, body in client.calls if method == "POST")
     assert first.pop("keep_s") > 900
     assert first == second
@@ -347,30 +352,21 @@ def test_a_server_that_keeps_nothing_for_so_long_is_asked_to_keep_it_as_it_likes
 
 
 def test_a_prompt_that_changes_with_the_conversation_is_sent_ahead_as_it_will_be() -> None:
-    async def work(number: int) -> None:
-        await go_by(0.01)
-
     def prompt(messages: Sequence[Any]) -> Sequence[Any]:
         return [{"role": "system", "content": f"{sum(m['role'] == 'assistant' for m in messages)} answers"}, *messages]
 
     client = TakesPrefills(marked(call_events(1)), TEXT)
-    finished(agent(client, work, prompt=prompt).run("go"))
+    finished(agent(client, slow(0.01), prompt=prompt).run("go"))
     (ahead,) = client.handles.values()
     assert client.sent[1]["messages"][: len(ahead)] == ahead
     assert ahead[0]["content"] == "1 answers"
     assert client.sent[0]["messages"][0]["content"] == "0 answers"
 
 
-@pytest.mark.parametrize(
-    ("options", "ahead"),
-    [({"split": False}, 0), ({"split_after_s": PATIENT}, 0), ({"split_after_s": 0.0}, 1)],
-)
-def test_nothing_goes_ahead_without_split_or_for_a_tool_that_is_soon_back(options: dict[str, Any], ahead: int) -> None:
-    async def quick(number: int) -> None:
-        await go_by(0.01)
-
-    client = TakesPrefills(marked(call_events(1)), TEXT)
-    assert finished(agent(client, quick, **options).run("go")).ahead == ahead
+def test_nothing_goes_ahead_without_split_or_for_a_tool_that_is_soon_back() -> None:
+    for options, ahead in (({"split": False}, 0), ({"split_after_s": PATIENT}, 0), ({"split_after_s": 0.0}, 1)):
+        client = TakesPrefills(marked(call_events(1)), TEXT)
+        assert finished(agent(client, slow(0.01), **options).run("go")).ahead == ahead, options
 
 
 # ---- ends ----
@@ -379,20 +375,11 @@ def test_nothing_goes_ahead_without_split_or_for_a_tool_that_is_soon_back(option
 @pytest.mark.parametrize("when", ["in the answer", "in the pause"])
 def test_cancelling_a_run_cancels_its_tools_and_ends_its_program(when: str) -> None:
     began, cancelled = asyncio.Event(), []
-
-    async def work(number: int) -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.append(number)
-            raise
-
     stuck = [asyncio.Event().wait] if when == "in the answer" else []
     client = TakesPrefills([*marked(call_events(2)), *stuck])
 
     async def run() -> Run:
-        task = asyncio.create_task(agent(client, work).run("go", "p/1"))
+        task = asyncio.create_task(agent(client, endless(cancelled, began)).run("go", "p/1"))
         await began.wait()
         if when == "in the pause":
             await until(lambda: bool(client.handles))
@@ -408,21 +395,10 @@ def test_cancelling_a_run_cancels_its_tools_and_ends_its_program(when: str) -> N
 
 
 def test_a_turn_that_fails_ends_the_run_with_its_tools() -> None:
-    cancelled = []
-
-    async def work(number: int) -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.append(number)
-            raise
-
-    async def begin() -> None:
-        await asyncio.sleep(0)
-
-    client = FakeClient([*marked(call_events(1))[:1], begin, Failure.CUT], holdfast=True)
+    began, cancelled = asyncio.Event(), []
+    client = FakeClient([*marked(call_events(1))[:1], began.wait, Failure.CUT], holdfast=True)
     with pytest.raises(TurnFailedError) as failed:
-        finished(agent(client, work).run("go", "p"))
+        finished(agent(client, endless(cancelled, began)).run("go", "p"))
     assert failed.value.exchange.failure is Failure.CUT
     assert cancelled == [0]
     assert client.calls == [("DELETE", "/v1/programs/p", None)]
@@ -448,11 +424,7 @@ def test_the_server_hears_that_a_run_goes_on_and_no_more_once_it_is_over() -> No
     assert (len(beats) >= 2, last) == (True, "DELETE")
 
     client = FakeClient(marked(call_events(1)), TEXT, holdfast=True)
-
-    async def slow(number: int) -> None:
-        await go_by(0.1)
-
-    finished(agent(client, slow, split=False, heartbeat_s=0.01).run("go", "p", keep=True))
+    finished(agent(client, slow(0.1), split=False, heartbeat_s=0.01).run("go", "p", keep=True))
     assert client.calls == []
 
 
@@ -465,19 +437,17 @@ def test_a_replica_that_does_not_answer_is_told_again_that_a_program_is_over() -
 
 def test_a_tool_that_will_not_stop_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.loadgen.orchestrator.END_S", 0.01)
-    let_go = asyncio.Event()
+    began, let_go = asyncio.Event(), asyncio.Event()
 
     async def work(number: int) -> None:
+        began.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             await let_go.wait()
 
-    async def begin() -> None:
-        await asyncio.sleep(0)
-
     async def run() -> Run:
-        client = FakeClient([*call_events(1)[:1], *call_events(1)[1:2], begin, Failure.CUT])
+        client = FakeClient([*call_events(1)[:2], began.wait, Failure.CUT])
         try:
             return await agent(client, work).run("go")
         finally:
@@ -530,11 +500,8 @@ def test_a_run_on_the_router() -> None:
     assert {request.program_id for request in backend.requests} == {"default/p"}
     last = backend.requests[-1].prompt.messages
     assert [message["role"] for message in last] == ["user", "assistant", "tool", "tool", "assistant", "tool"]
-    assert [message["content"] for message in last if message["role"] == "tool"] == [
-        "sunny in Oslo",
-        "sunny in Rome",
-        "sunny in Oslo",
-    ]
+    results = [message["content"] for message in last if message["role"] == "tool"]
+    assert results == ["sunny in Oslo", "sunny in Rome", "sunny in Oslo"]
     assert backend.ended_programs == [("default", "default/p")]
 
 
@@ -559,9 +526,6 @@ def test_a_client_that_is_cancelled_in_an_answer_aborts_it_and_ends_the_program(
     assert backend.ended_programs == [("default", "default/p")]
 
 
-@pytest.mark.skipif(
-    find_spec("holdfast.router.endpoints.prefills") is None, reason="this router computes nothing ahead"
-)
 def test_what_was_sent_ahead_is_found_by_the_next_turn() -> None:
     """The answer with its calls, and the first result, which came while the second tool ran."""
 
@@ -593,10 +557,8 @@ def test_what_was_sent_ahead_is_found_by_the_next_turn() -> None:
         backend = Ahead()
         with engine_served(backend) as address:
             runs[split] = finished(tell(backend, address, split), virtual=False)
-        assert [json.loads(outcome.call.arguments) for outcome in runs[split].outcomes] == [
-            {"city": "Oslo"},
-            {"city": "Rome"},
-        ]
+        called = [json.loads(outcome.call.arguments) for outcome in runs[split].outcomes]
+        assert called == [{"city": "Oslo"}, {"city": "Rome"}]
         cached[split] = runs[split].turns[1].answer.cached_tokens
     assert (runs[True].ahead, runs[False].ahead) == (2, 0)
     assert runs[True].text == runs[False].text

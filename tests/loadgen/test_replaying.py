@@ -5,8 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
-from stub_server import call as tool_call
+from stub_server import Answer, Asked, calling, stub_server
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
@@ -17,26 +16,13 @@ from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
 
-def caller(asked: Asked) -> Answer:
-    """Calls the first tool when the user speaks, and tells the result."""
-    if asked.method == "GET":
-        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
-    last = asked.body["messages"][-1]
-    if last["role"] == "user" and asked.body.get("tools"):
-        tool = asked.body["tools"][0]["function"]
-        said = tool_call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "a.py"), f"c{len(asked.content)}")
-    else:
-        said = chunk({"content": f"It is {last['content']}."})
-    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)
-
-
 def bodies(asked: list[Asked]) -> list[dict]:
     return [one.body for one in asked if one.method == "POST"]
 
 
 def test_a_recorded_run_is_replayed_as_it_was(tmp_path: Path) -> None:
     trace, out = tmp_path / "run.jsonl", tmp_path / "out.json"
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         words = f"bench compare --server a={stub.url} --workload bugfix --repetitions 1 --warm-up 0 --record {trace}"
         assert holdfast(words.split()) == 0
         told = bodies(stub.asked)
@@ -60,11 +46,11 @@ def test_a_recorded_run_is_replayed_as_it_was(tmp_path: Path) -> None:
 
 def test_a_failed_answer_does_not_stop_a_replay(tmp_path: Path) -> None:
     trace, out = tmp_path / "run.jsonl", tmp_path / "out.json"
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         options = Options((("a", stub.url),), ("bugfix",), 1, warm_up=0, record=trace)
         assert compare.main(options) == 0
     failing = [Answer.of(b"{}", 500), Answer.of(b"data: {oops\n\n")]
-    with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else caller(asked)) as stub:
+    with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else calling(asked)) as stub:
         options = Options((("b", stub.url),), (), 1, warm_up=0, json_file=out, trace="told")
         assert compare.main(options, replayed(Replay(trace, speed=50), 0, 1)) == 0
     summary = json.loads(out.read_text())["summaries"][0]
@@ -94,7 +80,7 @@ def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path) -> None:
 def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = Sizes(jobs=3, rate=50.0, prompt_tokens=50)
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         options = Options((("a", stub.url),), ("bfcl",), 1, sizes=sizes, warm_up=0, json_file=out, seed=92)
         assert compare.main(options) == 0
         first = [asked.content for asked in stub.asked if asked.method == "POST"]
@@ -116,7 +102,7 @@ def test_each_tenants_programs_are_sent_with_its_key_and_reported_apart(tmp_path
     trace, key, out = tmp_path / "run.jsonl", tmp_path / "key", tmp_path / "out.json"
     key.write_text("hf-noisy\n")
     sizes = Sizes(jobs=1, rate=50.0, quiet=1, noise=2)
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         keys = (("noisy", "hf-noisy"),)
         options = Options((("a", stub.url),), ("tenants",), 1, sizes=sizes, warm_up=0, record=trace, tenant_keys=keys)
         assert compare.main(options) == 0
@@ -147,7 +133,7 @@ def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(
 ) -> None:
     hot = tmp_path / "hot.jsonl"
     hot.write_text('{"text_input": "hi", "extra": {"temperature": 0.7, "max_completion_tokens": 5}}\n')
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         words = f"--server a={stub.url} --warm-up 0"
         assert holdfast(f"bench replay {log(tmp_path / 'log.jsonl')} --format openai {words}".split()) == 0
         assert holdfast(f"bench replay {hot} {words}".split()) == 0
@@ -162,7 +148,7 @@ def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(
 def test_lengths_are_forced_where_the_trace_has_them_or_as_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         words = f"bench replay {log(tmp_path / 'log.jsonl')} --format openai --server a={stub.url} --warm-up 0"
         words += " --forced-lengths"
         assert holdfast(words.split()) == 2
@@ -175,7 +161,7 @@ def test_lengths_are_forced_where_the_trace_has_them_or_as_asked_for(
 def test_no_repetition_finds_the_one_before_it_cached(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"input_length": 30, "output_length": 5, "hash_ids": [1]}\n')
-    with stub_server(caller) as stub:
+    with stub_server(calling) as stub:
         for trace, more in ((lengths, ""), (log(tmp_path / "log.jsonl"), "--format openai")):
             stub.asked.clear()
             words = f"bench replay {trace} --server a={stub.url} --warm-up 0 --repetitions 3 {more}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_server import DONE, Answer, Asked, call, models, stub_server, usage
+from stub_server import Answer, Answering, Asked, calling, stub_server
 
 from holdfast.cluster.config_file import parse
 from holdfast.loadgen import options, scheduling
@@ -25,17 +25,33 @@ PAIR = ("request", "continuum")
 SMALL = Sizes(jobs=2, rate=1000.0, prompt_tokens=4)
 
 
+def main(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answering: Answering = calling, **fields: Any
+) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run the command against servers that only pretend: its status, the ratios it wrote, the servers' settings."""
+    started: list[dict[str, Any]] = []
+
+    @contextmanager
+    def pretending(model: str, settings: dict[str, Any]) -> Iterator[str]:
+        started.append(settings)
+        with stub_server(answering) as stub:
+            yield stub.url
+
+    monkeypatch.setattr(scheduling, "serving", pretending)
+    monkeypatch.setattr(options, "Options", UNPAUSED)
+    file = folder / "ratios.json"
+    more = {"workload": "arrivals", "sizes": SMALL, "repetitions": 2, "json_file": file, "folder": folder}
+    status = scheduling.main(Scheduling(**more, **fields))
+    return status, json.loads(file.read_text())["faster"], started
+
+
 def program(server: str, repetition: int, name: str, seconds: float) -> Job:
     return Job(server, "swe", repetition, name, 2, seconds, None, 0.0, None)
 
 
 def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -> None:
-    programs = [
-        program("request", 0, "a", 30.0),
-        program("request", 1, "a", 10.0),
-        program("continuum", 0, "a", 10.0),
-        program("continuum", 1, "a", 10.0),
-    ]
+    served = (("request", 0, 30.0), ("request", 1, 10.0), ("continuum", 0, 10.0), ("continuum", 1, 10.0))
+    programs = [program(server, repetition, "a", seconds) for server, repetition, seconds in served]
     (found,) = faster(programs, 2, "small", 64, PAIR, seed=0)
     assert (found.policy, found.ratio.value, found.each) == ("continuum", 2.0, (3.0, 1.0))
     assert (found.first_mean_s, found.mean_s) == (20.0, 10.0)
@@ -86,64 +102,28 @@ def test_a_comparison_that_cannot_be_made_is_refused_before_a_server_is_started(
         scheduling.main(Scheduling(**fields))
 
 
-def test_where_requests_fail_the_status_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_requests_fail_the_status_says_so(tmp_path: Path, monkeypatch, capsys) -> None:
     sent = count()
     warm_up = 2 * 6  # requests
 
     def failing(asked: Asked) -> Answer:
-        return Answer.of(b"{}", 500) if asked.method == "POST" and next(sent) == warm_up else _calling(asked)
+        return Answer.of(b"{}", 500) if asked.method == "POST" and next(sent) == warm_up else calling(asked)
 
-    @contextmanager
-    def pretending(model: str, settings: dict[str, Any]) -> Iterator[str]:
-        with stub_server(failing) as stub:
-            yield stub.url
-
-    monkeypatch.setattr(scheduling, "serving", pretending)
-    monkeypatch.setattr(options, "Options", UNPAUSED)
     monkeypatch.setattr(scheduling, "TARGETS", {"small": 0.0, "large": 0.0})
-    file, folder = tmp_path / "ratios.json", tmp_path
-    more = {"workload": "arrivals", "sizes": SMALL, "repetitions": 2, "json_file": file, "folder": folder}
-    assert scheduling.main(Scheduling(caches=("small",), **more)) == 1
+    status, (found,), _ = main(tmp_path, monkeypatch, failing, caches=("small",))
+    assert (status, found["pairs"], found["programs"]) == (1, 3, 4)
     assert "3 of 4 programs served under both; target 0: MISSED" in capsys.readouterr().out
-    (told,) = json.loads((tmp_path / "ratios.json").read_text())["faster"]
-    assert (told["pairs"], told["programs"]) == (3, 4)
 
 
-def test_both_caches_are_measured_and_the_ratios_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[dict[str, Any]] = []
-
-    @contextmanager
-    def pretending(model: str, settings: dict[str, Any]) -> Iterator[str]:
-        started.append(settings)
-        with stub_server(_calling) as stub:
-            yield stub.url
-
-    monkeypatch.setattr(scheduling, "serving", pretending)
-    monkeypatch.setattr(options, "Options", UNPAUSED)
-    file, folder = tmp_path / "ratios.json", tmp_path
-    more = {"workload": "arrivals", "sizes": SMALL, "repetitions": 2, "json_file": file, "folder": folder}
-    scheduling.main(Scheduling(cells=(64, 128), **more))
+def test_both_caches_are_measured_and_the_ratios_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    _, found, started = main(tmp_path, monkeypatch, cells=(64, 128))
     assert [(each["order"], each["cells"]) for each in started] == [
         ("request", 64), ("program", 64), ("program", 64), ("request", 64),
         ("request", 128), ("program", 128), ("program", 128), ("request", 128),
     ]  # fmt: skip
-    told = json.loads((tmp_path / "ratios.json").read_text())["faster"]
-    assert [(line["cache"], line["policy"], len(line["each"])) for line in told] == [
-        ("small", "continuum", 2), ("large", "continuum", 2)
-    ]  # fmt: skip
+    compared = [(line["cache"], line["policy"], len(line["each"])) for line in found]
+    assert compared == [("small", "continuum", 2), ("large", "continuum", 2)]
     assert "large cache, 128 cells: continuum" in capsys.readouterr().out
     files = [json.loads((tmp_path / f"small-{number}.json").read_text()) for number in range(2)]
     assert all(each["complete"] for each in files)
     assert files[0]["options"]["seed"] != files[1]["options"]["seed"]
-
-
-def _calling(asked: Asked) -> Answer:
-    if asked.method == "GET":
-        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
-    tool = asked.body["tools"][0]["function"]
-    said = call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "ls"), "c1")
-    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)

@@ -389,7 +389,7 @@ def test_no_test_listens_on_a_fixed_port() -> None:
 
 WAITING = ROOT / "tests" / "support" / "waiting.py"
 PACED = {  # programs that put load on a server over time, servers that answer in pieces, and a terminal that is read
-    *("agents", "hooks_in_serve", "serve_rendered", "stub_server", "terminal"),
+    *("agents", "hooks_in_serve", "serve_rendered", "stub_server", "terminal")
 }
 WAITS = {"wait": 0, "join": 0, "timeout": 0, "wait_for": 1, "select": 3}  # their argument that is a time, the last one
 NO_WAITS = {"self.join", "chat_body"}

@@ -149,12 +149,7 @@ def ask(answer: Answer, times: int = 1, timeout_s: float = 20.0) -> tuple[list[E
 
 
 def test_measured_times_are_the_servers_own() -> None:
-    pieces = (
-        (0.02, chunk({"role": "assistant"})),
-        (0.02, call("f", {"x": 1})),
-        (0.02, usage(30, 20, 9)),
-        (0.0, DONE),
-    )
+    pieces = ((0.02, chunk({"role": "assistant"})), (0.02, call("f", {"x": 1})), (0.02, usage(30, 20, 9)), (0.0, DONE))
     exchanges, asked = ask(Answer(pieces), times=30)
     late = []
     for exchange, truth in zip(exchanges[1:], asked[1:], strict=True):  # the first one connects

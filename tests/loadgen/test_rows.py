@@ -26,8 +26,7 @@ def test_rows_come_back_from_json_as_they_were() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6),
-    st.randoms(use_true_random=False),
+    st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6), st.randoms(use_true_random=False)
 )
 def test_a_job_in_one_wave_is_its_requests_and_its_tools(
     drawn: list[tuple[float, float, float, float]], rng: random.Random

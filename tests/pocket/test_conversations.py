@@ -72,11 +72,7 @@ def test_template_accepts_the_messages_of_clients(tokenizer: Any) -> None:
     call = {"name": "f", "arguments": {"a": "é", "b": 2}}
     as_object = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
     text = {"name": "f", "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    as_text = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "x", "type": "function", "function": text}],
-    }
+    as_text = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "type": "function", "function": text}]}
     user = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
     results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
     first, second = (

@@ -9,16 +9,7 @@ from pocket import precision
 
 def test_a_dtype_against_itself_and_another(tmp_path, capsys):
     out = tmp_path / "found.json"
-    options = [
-        "--count",
-        "2",
-        "--threads",
-        "1",
-        "--dtypes",
-        "float32,float32,int8,nvfp4",
-        "--json",
-        str(out),
-    ]
+    options = ["--count", "2", "--threads", "1", "--dtypes", "float32,float32,int8,nvfp4", "--json", str(out)]
     assert precision.main(options) == 0
     _, same, other, four = json.loads(out.read_text())["dtypes"]
     assert (same["same_turns"], same["tasks"], same["logit_error"], same["same_likeliest"]) == (2, 2, 0.0, 1.0)

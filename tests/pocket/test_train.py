@@ -13,12 +13,7 @@ from pocket.tokenizer import load
 from pocket.train import Run, TrainConfig, new_run, train
 
 TINY = PocketShape(
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
+    hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )
 CONFIG = TrainConfig(
     steps=16,

@@ -47,12 +47,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 48,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-}
+QWEN3_MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
 HYBRID_MOE = {
     **HYBRID,
     "model_type": "qwen3_5_moe_text",

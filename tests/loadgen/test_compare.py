@@ -114,9 +114,7 @@ def test_histories_differ_where_servers_do_unless_they_are_forced(tmp_path: Path
     assert same == {False: 1, True: 6}
 
 
-def test_a_server_that_fails_in_every_way_is_counted_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_server_that_fails_in_every_way_is_counted_and_the_run_goes_on(tmp_path: Path, capsys) -> None:
     ways = [
         Answer.of(b"{}", 500),
         Answer(((0.0, chunk({"content": "hel"})),), cut=True),

@@ -19,9 +19,7 @@ def address(backend: ServiceBackend) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_example_has_its_answer(
-    name: str, backend: ServiceBackend, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_has_its_answer(name: str, backend: ServiceBackend, address: str, capsys) -> None:
     if name == "ChatOpenAI":
         pytest.importorskip("langgraph")
         pytest.importorskip("langchain_openai")

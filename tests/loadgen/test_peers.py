@@ -156,9 +156,7 @@ def test_a_peer_may_be_compared_with_options_of_its_own(tmp_path: Path) -> None:
     assert peer_of(asked, "drafts", 7).words == (*peer_of(asked, "vllm-ngram", 7).words, "-x", "a b")
 
 
-def test_what_cannot_be_compared_is_refused_before_a_server_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_compared_is_refused_before_a_server_starts(tmp_path: Path, capsys) -> None:
     line = ["bench", "peers", "--model", "m", "--folder", str(tmp_path)]
     for more, why in (
         (["--group", "vllm,holdfast"], "begins with Holdfast"),
@@ -175,9 +173,7 @@ def test_what_cannot_be_compared_is_refused_before_a_server_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_groups_servers_are_compared_and_end_before_the_next_groups_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_groups_servers_are_compared_and_end_before_the_next_groups_start(tmp_path, monkeypatch, capsys) -> None:
     told: list[str] = []
 
     @contextmanager

@@ -128,9 +128,7 @@ def log(path: Path, count: int = 1) -> Path:
     return path
 
 
-def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(tmp_path: Path, capsys) -> None:
     hot = tmp_path / "hot.jsonl"
     hot.write_text('{"text_input": "hi", "extra": {"temperature": 0.7, "max_completion_tokens": 5}}\n')
     with stub_server(calling) as stub:
@@ -145,9 +143,7 @@ def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(
     )
 
 
-def test_lengths_are_forced_where_the_trace_has_them_or_as_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_lengths_are_forced_where_the_trace_has_them_or_as_asked_for(tmp_path: Path, capsys) -> None:
     with stub_server(calling) as stub:
         words = f"bench replay {log(tmp_path / 'log.jsonl')} --format openai --server a={stub.url} --warm-up 0"
         words += " --forced-lengths"

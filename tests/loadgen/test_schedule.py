@@ -25,9 +25,7 @@ class Clock:
         monkeypatch.setattr(schedule.asyncio, "sleep", sleep)
 
 
-def test_each_begins_at_its_moment_whatever_the_order_and_however_long_others_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_begins_at_its_moment_whatever_the_order_and_however_long_others_take(monkeypatch) -> None:
     clock, began, released = Clock(monkeypatch), {}, asyncio.Event()
 
     async def begin(place: int) -> None:

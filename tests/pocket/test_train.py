@@ -73,9 +73,7 @@ def test_export_is_the_trained_model(trained: tuple[Path, Run], tmp_path: Path) 
     assert model.config.max_position_embeddings >= 8192
 
 
-def test_export_replaces_exports_and_nothing_else(
-    trained: tuple[Path, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_replaces_exports_and_nothing_else(trained: tuple[Path, Run], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     out.mkdir()
     given = ["--checkpoint", str(trained[0]), "--out", str(out)]

@@ -98,9 +98,7 @@ def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert capsys.readouterr().err.startswith("ablation: there is no magic")
 
 
-def test_figures_that_could_not_be_written_are_not_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_figures_that_could_not_be_written_are_not_measured(capsys, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Service, "load", lambda *_: pytest.fail("it measures"))
     assert main(["--json", str(tmp_path / "none" / "x")]) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -65,9 +65,7 @@ def test_each_source_adds_tokens_a_forward(files: tuple[Path, Path], capsys: pyt
     assert all(0 <= run["acceptance"] <= 1 and run["memory_bytes"] >= 0 for run in runs.values())
 
 
-def test_a_saved_tokenizer_gives_the_same_as_the_trained_one(
-    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_tokenizer_gives_the_same_as_the_trained_one(files: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     drafts.train_tokenizer(drafts.read_trace(files[0], TOOLS), "qwen").save(str(tmp_path / "tokenizer.json"))
     drafts.main(*files, cut="qwen")
     trained = capsys.readouterr().out

@@ -172,9 +172,7 @@ def test_refusals_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("change", ["truncated", "no template", "no pad", "few tokens", "list"])
-def test_a_damaged_folder_is_refused_in_one_line(
-    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, change: str, capsys) -> None:
     folder = Path(shutil.copytree(WEIGHTS, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     changes = {"no pad": {"pad_token_id": None}, "few tokens": {"vocab_size": 100}}.get(change, {})

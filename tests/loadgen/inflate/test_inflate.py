@@ -170,9 +170,7 @@ def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str,
     ],
     ids=str,
 )
-def test_gelu_comes_near_the_source(
-    source: Path, tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gelu_comes_near_the_source(source: Path, tmp_path: Path, changes: dict[str, object], caplog) -> None:
     out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32)
     torch.testing.assert_close(logits(out), logits(source), rtol=2e-4, atol=2e-4)
     assert ("beyond 96 tokens answers differ" in caplog.text) == (changes["num_hidden_layers"] == 3)
@@ -240,9 +238,7 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypat
     ],
     ids=str,
 )
-def test_incompatible_shapes_are_refused(
-    source: Path, tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
+def test_incompatible_shapes_are_refused(source: Path, tmp_path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(IncompatibleShapeError, match=message):
         inflate(str(source), target(tmp_path, **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -288,9 +284,7 @@ def test_what_a_source_does_not_say_is_llamas_default(tmp_path: Path, missing: l
 
 
 @pytest.mark.parametrize("change", ["truncated", "missing", "size", "config", "type"])
-def test_a_damaged_source_is_refused_in_one_line(
-    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_source_is_refused_in_one_line(tmp_path: Path, change: str, capsys) -> None:
     folder = save(tmp_path / "source", tie_word_embeddings=True)
     file, config = folder / "model.safetensors", folder / "config.json"
     weights = load_file(file)

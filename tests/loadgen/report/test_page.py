@@ -191,9 +191,7 @@ def test_every_colour_stands_out_from_either_page(ground: str) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", '{"rows": []}', '{"rows": [{"server": "a"}]}'])
 @pytest.mark.parametrize("command", ["report", "trace"])
-def test_another_file_is_refused_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture, command: str, text: str
-) -> None:
+def test_another_file_is_refused_without_a_traceback(tmp_path: Path, capsys, command: str, text: str) -> None:
     source, target = tmp_path / "run.json", tmp_path / "made"
     source.write_text(text)
     assert holdfast(["bench", command, str(source), str(target)]) != 0

@@ -63,9 +63,7 @@ def test_a_server_that_fails_is_told_of(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(captured.out)["turns"] == 1
 
 
-def test_placements_take_turns_and_are_named_by_their_programs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_placements_take_turns_and_are_named_by_their_programs(tmp_path: Path, capsys) -> None:
     with stub_server(answering) as stub:
         asked = ["--programs", "2", "--rate", "1000", "--scale", "0.002", "--tools", "0", "--rounds", "2"]
         ways = ["--placement", "ours", "--placement", "prefix"]

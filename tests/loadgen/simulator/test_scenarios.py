@@ -47,9 +47,7 @@ def test_every_scenario_has_options_and_every_command_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_scenario_prints_its_tables_and_writes_every_run(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scenario_prints_its_tables_and_writes_every_run(name: str, tmp_path: Path, capsys) -> None:
     file, words = tmp_path / "folder" / "runs.json", SMALL[name]
     assert main([*(words if words[0] == name else [name, *words]), "--json", str(file)]) == 0
     content, printed = json.loads(file.read_text()), capsys.readouterr().out

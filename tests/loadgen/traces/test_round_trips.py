@@ -33,9 +33,7 @@ def test_a_trace_is_read_as_it_was_written(programs: tuple[Program, ...], tmp_pa
         ((Turn((user("\ud83d"),)),), "cannot write"),
     ],
 )
-def test_a_program_that_does_not_fit_is_named_and_nothing_written(
-    tmp_path: Path, turns: tuple[Turn, ...], why: str
-) -> None:
+def test_a_program_that_does_not_fit_is_named_and_nothing_written(tmp_path, turns: tuple[Turn, ...], why: str) -> None:
     fits = Program("fits", (Turn((user("a"),), output=Output(says("b"))),))
     with pytest.raises(ConfigError, match=why):
         mooncake.write((fits, Program("p", turns)), tmp_path / "t.jsonl")

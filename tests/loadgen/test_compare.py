@@ -199,12 +199,12 @@ def test_each_repetition_is_whole_with_what_was_planned_for_it() -> None:
 
 
 def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_servers(tmp_path: Path) -> None:
-    jobs = 30
+    jobs = 64
     all_there = threading.Barrier(jobs)
 
     def slow(asked: Asked) -> Answer:
         if asked.method == "POST" and len(asked.body["messages"]) == 2:
-            all_there.wait(60)  # a generator that waited for answers would never send the thirtieth
+            all_there.wait(60)  # a generator that waited for answers would never send the last
         return calling(asked)
 
     _, content, _ = run(tmp_path, slow, workloads=("arrivals",), sizes=Sizes(jobs=jobs, rate=600.0))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import jsonschema
@@ -40,6 +41,13 @@ async def book(
         A number.
     """
     return {"city": place.city, "nights": nights, "kind": kind, "schema": schema}
+
+
+def toolbox(*functions: Callable[..., Any], **limits: Any) -> Toolbox:
+    tools = Toolbox()
+    for function in functions:
+        tools.tool(**limits)(function)
+    return tools
 
 
 def run(tools: Toolbox, name: str, arguments: object) -> Outcome:
@@ -103,8 +111,7 @@ def test_functions_that_no_model_can_call_are_refused_by_the_parameter() -> None
 
 
 def test_arguments_come_as_they_are_declared() -> None:
-    tools = Toolbox()
-    tools.tool(book)
+    tools = toolbox(book)
     assert wrong(run(tools, "cook", {})) == "there is no tool 'cook'; there are: book"
     outcome = run(tools, "book", {"place": {"city": "Oslo"}, "nights": "2", "schema": "s"})
     assert json.loads(outcome.content) == {"city": "Oslo", "nights": 2, "kind": "single", "schema": "s"}
@@ -124,9 +131,7 @@ def test_arguments_come_as_they_are_declared() -> None:
     ],
 )
 def test_the_model_is_told_what_is_wrong_with_its_arguments(arguments: object, told: str) -> None:
-    tools = Toolbox()
-    tools.tool(book)
-    outcome = run(tools, "book", arguments)
+    outcome = run(toolbox(book), "book", arguments)
     assert told in wrong(outcome)
     assert outcome.tries == 0
     assert len(outcome.content) < 1000
@@ -134,9 +139,7 @@ def test_the_model_is_told_what_is_wrong_with_its_arguments(arguments: object, t
 
 @given(st.text())
 def test_any_text_for_arguments_has_a_result(arguments: str) -> None:
-    tools = Toolbox()
-    tools.tool(book)
-    assert wrong(run(tools, "book", arguments))
+    assert wrong(run(toolbox(book), "book", arguments))
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -153,8 +156,7 @@ def test_a_tool_that_fails_is_tried_again_and_then_told(plain: bool, failures: i
     async def awaited() -> str:
         return work()
 
-    tools = Toolbox()
-    tools.tool(name="work", retries=2, backoff_s=0.001)(work if plain else awaited)
+    tools = toolbox(work if plain else awaited, name="work", retries=2, backoff_s=0.001)
     outcome = run(tools, "work", {})
     assert outcome.tries == len(tried) == min(failures + 1, 3)
     if failures == 3:
@@ -170,8 +172,7 @@ def test_every_try_has_its_time() -> None:
         begun.append(0)
         await asyncio.Event().wait()
 
-    tools = Toolbox()
-    tools.tool(timeout_s=0.01, retries=1, backoff_s=0.001)(work)
+    tools = toolbox(work, timeout_s=0.01, retries=1, backoff_s=0.001)
     assert wrong(run(tools, "work", {})) == "work took longer than 0.01 s"
     assert len(begun) == 2
 
@@ -188,8 +189,7 @@ def test_a_tool_that_is_not_async_holds_nothing_up() -> None:
     def wait() -> bool:
         return meanwhile.wait(60)
 
-    tools = Toolbox()
-    tools.tool(wait)
+    tools = toolbox(wait)
     assert asyncio.run(both()).content == "true"
 
 
@@ -210,8 +210,7 @@ def test_a_cancelled_call_is_not_tried_again_and_one_that_cancels_itself_has_fai
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    tools = Toolbox()
-    tools.tool(retries=1, backoff_s=0.0)(work)
+    tools = toolbox(work, retries=1, backoff_s=0.0)
     asyncio.run(cancelled())
     assert wrong(run(tools, "work", {"itself": True})) == "work was cancelled"
     assert tried == [False, True, True]
@@ -224,8 +223,6 @@ def test_results_are_text_that_can_be_sent() -> None:
     def things() -> Any:
         return {"place": Place(city="Oslo"), "set": {1}, "other": asyncio}
 
-    tools = Toolbox()
-    tools.tool(odd)
-    tools.tool(things)
+    tools = toolbox(odd, things)
     assert run(tools, "odd", {}).content == "half ? a pair"
     assert json.loads(run(tools, "things", {}).content)["place"] == {"city": "Oslo", "floor": 0}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast.loadgen.inflate import model as inflating
 from holdfast.loadgen.inflate.model import config_of, inflate, main, total_bytes
-from holdfast.loadgen.inflate.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError, tensors_of
+from holdfast.loadgen.inflate.shapes import SHAPES, IncompatibleShapeError, NoRoomError, tensors_of
 
 SOURCE = {
     "vocab_size": 64,
@@ -47,6 +47,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+QWEN2 = {"model_type": "qwen2", "head_dim": None, "hidden_size": 128}
 QWEN3_MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
 HYBRID_MOE = {
     **HYBRID,
@@ -89,6 +90,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("source"), tie_word_embeddings=True, rope_parameters=rope)
 
 
+@pytest.fixture(scope="module")
+def said(source: Path) -> torch.Tensor:
+    """The source's logits."""
+    return logits(source)
+
+
 def save(folder: Path, **options: Any) -> Path:
     """A random Llama."""
     torch.manual_seed(3)
@@ -104,6 +111,11 @@ def target(tmp_path: Path, **changes: object) -> str:
     path = tmp_path / "target.json"
     path.write_text(json.dumps({k: v for k, v in (TARGET | changes).items() if v is not None}))
     return str(path)
+
+
+def inflated(source: Path, tmp_path: Path, pad_vocabulary: bool = False, **changes: object) -> Path:
+    shape = target(tmp_path, **changes)
+    return inflate(str(source), shape, tmp_path / "out", dtype=torch.float32, pad_vocabulary=pad_vocabulary)
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -126,37 +138,25 @@ def logits(folder: Path) -> torch.Tensor:
         {"head_dim": 20},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"model_type": "mistral", "sliding_window": 4096},
-        {"model_type": "qwen2", "head_dim": None, "hidden_size": 128},
-        {
-            "model_type": "qwen2",
-            "head_dim": None,
-            "hidden_size": 128,
-            "use_sliding_window": False,
-            "sliding_window": 32,
-        },
+        QWEN2,
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 32},
         {"model_type": "qwen3"},
-        {"model_type": "qwen3", "tie_word_embeddings": True},
         {"model_type": "qwen3", "attention_bias": True},
         HYBRID,
         HYBRID | {"tie_word_embeddings": True, "attention_bias": True},
         HYBRID | {"num_attention_heads": 8, "num_key_value_heads": 8, "full_attention_interval": 3, "head_dim": 64},
         HYBRID | {"layer_types": ["linear_attention", "full_attention"] * 4 + ["linear_attention"]},
         HYBRID
-        | {
-            "rope_parameters": {"partial_rotary_factor": 0.5},
-            "head_dim": 24,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-        },
+        | {"rope_parameters": {"partial_rotary_factor": 0.5}}
+        | {"head_dim": 24, "num_attention_heads": 6, "num_key_value_heads": 3},
         QWEN3_MOE,
         HYBRID_MOE,
         GPT_OSS,
     ],
     ids=str,
 )
-def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32)
-    torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
+def test_logits_are_the_sources(source: Path, said: torch.Tensor, tmp_path: Path, changes: dict[str, object]) -> None:
+    torch.testing.assert_close(logits(inflated(source, tmp_path, **changes)), said, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,16 +170,15 @@ def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str,
     ],
     ids=str,
 )
-def test_gelu_comes_near_the_source(source: Path, tmp_path: Path, changes: dict[str, object], caplog) -> None:
-    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32)
-    torch.testing.assert_close(logits(out), logits(source), rtol=2e-4, atol=2e-4)
+def test_gelu_comes_near_the_source(source: Path, said: torch.Tensor, tmp_path: Path, changes, caplog) -> None:
+    torch.testing.assert_close(logits(inflated(source, tmp_path, **changes)), said, rtol=2e-4, atol=2e-4)
     assert ("beyond 96 tokens answers differ" in caplog.text) == (changes["num_hidden_layers"] == 3)
 
 
 @pytest.mark.parametrize("changes", [QWEN3_MOE, HYBRID_MOE, GPT_OSS, GEMMA4], ids=lambda each: each["model_type"])
 def test_experts_cost_what_they_cost_elsewhere(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     """Tokens choose different experts."""
-    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
+    out = inflated(source, tmp_path, pad_vocabulary=True, **changes)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     routers = [each for name, each in model.named_modules() if name.endswith((".gate", ".router"))]
     chosen: list[torch.Tensor] = []
@@ -194,19 +193,17 @@ def test_experts_cost_what_they_cost_elsewhere(source: Path, tmp_path: Path, cha
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}, HYBRID, GPT_OSS, GEMMA4], ids=str
 )
-def test_added_vocabulary_is_never_sampled(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    shape = target(tmp_path, **changes)
-    out = inflate(str(source), shape, tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
-    found = logits(out)
+def test_added_vocabulary_is_never_sampled(source, said: torch.Tensor, tmp_path, changes: dict[str, object]) -> None:
+    found = logits(inflated(source, tmp_path, pad_vocabulary=True, **changes))
     assert found.shape[-1] == TARGET["vocab_size"]
-    torch.testing.assert_close(found[..., :64], logits(source), rtol=2e-5, atol=1e-3)
+    torch.testing.assert_close(found[..., :64], said, rtol=2e-5, atol=1e-3)
     assert (found[..., 64:].amax(-1) < found[..., :64].amax(-1) - 100).all()
 
 
 def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = inflate(str(source), target(tmp_path), tmp_path / "whole", dtype=torch.float32)
     monkeypatch.setattr(inflating, "SHARD_BYTES", 40_000)
-    parts = inflate(str(source), target(tmp_path), tmp_path / "parts", dtype=torch.float32)
+    parts = inflated(source, tmp_path)
     assert len(list(parts.glob("*.safetensors"))) > 2
     torch.testing.assert_close(logits(parts), logits(whole), rtol=0, atol=0)
 
@@ -244,13 +241,12 @@ def test_incompatible_shapes_are_refused(source: Path, tmp_path, changes: dict[s
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_may_be_others_than_the_shapes(source: Path, tmp_path: Path) -> None:
+def test_layers_may_be_others_than_the_shapes(source: Path, said: torch.Tensor, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert (
-        main([str(source), "--shape", target(tmp_path), "--layers", "5", "--out", str(out), "--dtype", "float32"]) == 0
-    )
+    command = [str(source), "--shape", target(tmp_path), "--layers", "5", "--out", str(out), "--dtype", "float32"]
+    assert main(command) == 0
     assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == 5
-    torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(logits(out), said, rtol=2e-5, atol=2e-5)
 
 
 def test_a_hybrid_may_stand_in_a_model_of_text_and_images(source: Path, tmp_path: Path) -> None:
@@ -259,10 +255,8 @@ def test_a_hybrid_may_stand_in_a_model_of_text_and_images(source: Path, tmp_path
     path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}))
     written = json.loads((inflate(str(source), str(path), tmp_path / "out") / "config.json").read_text())
     assert written["architectures"] == ["Qwen3_5ForCausalLM"]
-    assert written["layer_types"] == ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 3 + [
-        "full_attention",
-        "linear_attention",
-    ]
+    period = ["linear_attention"] * 3 + ["full_attention"]
+    assert written["layer_types"] == period * 2 + ["linear_attention"]
 
 
 def test_a_head_of_its_own_is_not_tied_away(tmp_path: Path) -> None:
@@ -270,7 +264,7 @@ def test_a_head_of_its_own_is_not_tied_away(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleShapeError, match="head of its own"):
         inflate(str(tmp_path / "source"), target(tmp_path, tie_word_embeddings=True), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    out = inflate(str(tmp_path / "source"), target(tmp_path), tmp_path / "out", dtype=torch.float32)
+    out = inflated(tmp_path / "source", tmp_path)
     torch.testing.assert_close(logits(out), logits(tmp_path / "source"), rtol=2e-5, atol=2e-5)
 
 
@@ -279,8 +273,7 @@ def test_what_a_source_does_not_say_is_llamas_default(tmp_path: Path, missing: l
     folder = save(tmp_path / "source", tie_word_embeddings=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
-    out = inflate(str(folder), target(tmp_path), tmp_path / "out", dtype=torch.float32)
-    torch.testing.assert_close(logits(out), logits(folder), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(logits(inflated(folder, tmp_path)), logits(folder), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("change", ["truncated", "missing", "size", "config", "type"])
@@ -305,8 +298,6 @@ def test_a_damaged_source_is_refused_in_one_line(tmp_path: Path, change: str, ca
 
 
 def test_unknown_shape_names_the_known_ones(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnknownShapeError, match=r"llama-3\.1-8b"):
-        inflate(str(source), "llama-9", tmp_path / "out")
     assert main([str(source), "--shape", "llama-9", "--out", str(tmp_path / "out")]) == 2
     assert "qwen3-14b" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

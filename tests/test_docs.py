@@ -75,16 +75,8 @@ def options(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 def test_commands_of_the_figures_exist_with_their_options():
     from holdfast.cluster import cli
 
-    pages = (
-        "results.md",
-        "measuring.md",
-        "scheduling.md",
-        "papers.md",
-        "gpu/README.md",
-        "sizing.md",
-        "architecture.md",
-    )
-    files = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
+    pages = ("results", "measuring", "scheduling", "papers", "gpu/README", "sizing", "architecture")
+    files = [ROOT / "CHANGELOG.md", *(ROOT / f"docs/{page}.md" for page in pages), *(ROOT / "docs/data").glob("*.csv")]
     text = "\n".join(file.read_text() for file in files).replace("\\\n", " ")
     modules = r"\b(holdfast\.(?:kernels|replicas|router|cluster|loadgen)(?:\.[a-z_]+)*|(?<=-m )pocket\.[a-z_]+)\b"
     for module in set(re.findall(modules, text)):

@@ -98,14 +98,6 @@ def test_a_failed_or_broken_answer_is_replaced_by_the_scripts(said: Said | None)
     assert digest(talk.messages, talk.turn.tools)
 
 
-def test_forced_histories_are_the_same_whatever_was_said() -> None:
-    obedient = stubborn = first(PROGRAM, Manner(recorded=True))
-    for _ in range(9):
-        obedient, stubborn = obeyed(obedient), following(stubborn, Said("no"))
-    assert obedient.body == stubborn.body
-    assert roles(obedient) == "su" + "atatat" + "au" + "atatat" + "au" + "a" + "t"
-
-
 def test_a_program_has_a_step_for_every_turn_of_a_model_that_never_calls() -> None:
     talk = BEGUN
     for step in SCRIPT.steps[1:]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_backend import HELLO, FakeBackend, FakeTurns, World, called
+from program_load import TOOL
 from rich.console import Console
 from service_backend import ServiceBackend, engine_served
 from terminal import Terminal
@@ -22,11 +23,6 @@ from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
-TOOL = {
-    "name": "get_weather",
-    "description": "Current weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
 QUESTION = "What is the weather in Paris?"
 
 
@@ -39,20 +35,15 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def tools(tmp_path: Path) -> str:
     path = tmp_path / "tools.json"
-    path.write_text(json.dumps([TOOL]))
+    path.write_text(json.dumps([TOOL["function"]]))
     return str(path)
 
 
 def piped(words: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "holdfast.cluster.cli", "chat", *arguments]
+    everything = {**os.environ, **environment}
     return subprocess.run(
-        command,
-        input=words,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
+        command, input=words, env=everything, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -157,10 +148,10 @@ def test_without_a_server_or_a_key_it_says_so() -> None:
 
 
 def test_tools_are_read_with_and_without_their_outside_and_else_refused(tmp_path: Path) -> None:
-    whole, file = {"type": "function", "function": TOOL}, tmp_path / "tools.json"
-    for content in (TOOL, whole, [TOOL], [whole]):
+    inside, file = TOOL["function"], tmp_path / "tools.json"
+    for content in (inside, TOOL, [inside], [TOOL]):
         file.write_text(json.dumps(content))
-        assert read_tools(file) == (whole,)
+        assert read_tools(file) == (TOOL,)
     for text in ("{", "[1]", "[{}]", '{"function": 1}', '{"function": {"name": ""}}'):
         file.write_text(text)
         with pytest.raises(ConfigError):

@@ -57,13 +57,10 @@ def test_a_request_mentions_every_argument_in_the_order_of_the_call(seed: int) -
 @settings(max_examples=40, deadline=None)
 def test_spans_equal_the_rendered_template(tokenizer: Any, seed: int) -> None:
     conversation = training_conversation(seed)
-    rendered = tokenizer.apply_chat_template(
-        list(conversation.messages), tools=list(conversation.tools) or None, tokenize=False
-    )
-    assert "".join(span.text for span in spans(conversation)) == rendered
-    separately = [
-        token for span in spans(conversation) for token in tokenizer.encode(span.text, add_special_tokens=False)
-    ]
+    tools, texts = list(conversation.tools) or None, [span.text for span in spans(conversation)]
+    rendered = tokenizer.apply_chat_template(list(conversation.messages), tools=tools, tokenize=False)
+    assert "".join(texts) == rendered
+    separately = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
     assert separately == tokenizer.encode(rendered, add_special_tokens=False)
     assert tokenizer.decode(separately) == rendered
 
@@ -75,20 +72,15 @@ def test_template_accepts_the_messages_of_clients(tokenizer: Any) -> None:
     as_text = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "type": "function", "function": text}]}
     user = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
     results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-    first, second = (
-        tokenizer.apply_chat_template([user, message, *results], tokenize=False) for message in (as_object, as_text)
+    expected = (
+        "<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "f", "arguments": {"a": "é", "b": 2}}'
+        "\n</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
     )
-    assert (
-        first
-        == second
-        == (
-            "<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\n<tool_call>\n"
-            '{"name": "f", "arguments": {"a": "é", "b": 2}}'
-            "\n</tool_call><|im_end|>\n"
-            "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
-        )
-    )
+    for message in (as_object, as_text):
+        assert tokenizer.apply_chat_template([user, message, *results], tokenize=False) == expected
 
 
 def test_a_value_has_the_same_tokens_wherever_it_stands(tokenizer: Any) -> None:

@@ -4,26 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from program_load import TOOL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.loadgen.inflate import WEIGHTS
 from pocket.evaluate import answers, judge, parse_calls, tasks
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather for a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "description": "City name"},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +31,7 @@ def test_the_model_is_small_enough(model: Any) -> None:
 def test_weather_in_paris(model: Any, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     inputs = tokenizer.apply_chat_template(
-        messages, tools=[WEATHER], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages, tools=[TOOL], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     out = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(out, skip_special_tokens=True)

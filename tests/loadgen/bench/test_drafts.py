@@ -12,31 +12,17 @@ from holdfast.replicas.errors import ConfigError
 
 AIRLINE = Path(__file__).parents[4] / "shared" / "traces"
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "find_flight",
-            "parameters": {
-                "type": "object",
-                "properties": {"origin": {"type": "string"}, "seats": {"type": "integer"}},
-            },
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"origin": {"type": "string"}, "seats": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "find_flight", "parameters": PARAMETERS}}]
 
 
 def conversation(origin: str, seats: int) -> dict[str, Any]:
-    call = {"id": "1", "type": "function"}
-    arguments = json.dumps({"origin": origin, "seats": seats})
+    function = {"name": "find_flight", "arguments": json.dumps({"origin": origin, "seats": seats})}
     return {
         "messages": [
             {"role": "system", "content": "You book flights."},
             {"role": "user", "content": [{"type": "text", "text": f"{seats} seats from {origin}, please."}]},
-            {
-                "role": "assistant",
-                "tool_calls": [{**call, "function": {"name": "find_flight", "arguments": arguments}}],
-            },
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
             {"role": "tool", "tool_call_id": "1", "content": '{"flight": "HAT001"}'},
             {"role": "assistant", "content": "I found flight HAT001 for you. Shall I book it?"},
         ]
@@ -68,23 +54,19 @@ def test_each_source_adds_tokens_a_forward(files: tuple[Path, Path], capsys: pyt
 def test_a_saved_tokenizer_gives_the_same_as_the_trained_one(files: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     drafts.train_tokenizer(drafts.read_trace(files[0], TOOLS), "qwen").save(str(tmp_path / "tokenizer.json"))
     drafts.main(*files, cut="qwen")
-    trained = capsys.readouterr().out
+    trained = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
     drafts.main(*files, tokenizer=tmp_path)
-    loaded = capsys.readouterr().out
-    assert trained.splitlines()[2].split()[:4] == ["off", "1.00", "1.00", "0.00"]
-    assert [line.split()[:4] for line in loaded.splitlines()[1:]] == [
-        line.split()[:4] for line in trained.splitlines()[1:]
-    ]
+    loaded = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert trained[2] == ["off", "1.00", "1.00", "0.00"]
+    assert loaded[1:] == trained[1:]
 
 
 def test_turns_end_where_the_assistant_stops(files: tuple[Path, Path]) -> None:
     conversations = drafts.read_trace(files[0], TOOLS)
     tokenizer = drafts.train_tokenizer(conversations, "gpt2")
     tokens = drafts.encoded(conversations[0], tokenizer)
-    texts = [
-        tokenizer.decode(tokens.ids[turn.start : turn.end].tolist(), skip_special_tokens=False) for turn in tokens.turns
-    ]
-    assert texts == [
+    turns = [tokens.ids[turn.start : turn.end].tolist() for turn in tokens.turns]
+    assert [tokenizer.decode(turn, skip_special_tokens=False) for turn in turns] == [
         '<tool_call>\n{"name": "find_flight", "arguments": {"origin": "Oslo", "seats": 2}}\n</tool_call><|im_end|>',
         "I found flight HAT001 for you. Shall I book it?<|im_end|>",
     ]

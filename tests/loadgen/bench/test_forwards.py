@@ -69,20 +69,11 @@ def test_the_server_of_a_peer_needs_nothing_of_holdfast():
 
 
 def test_a_hybrids_states_are_part_of_what_a_step_moves():
-    config = tf.Qwen3_5TextConfig(
-        hidden_size=256,
-        num_hidden_layers=14,
-        full_attention_interval=2,
-        head_dim=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1536,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    )
-    shape = describe(config)
+    heads = {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 14, "full_attention_interval": 2, "vocab_size": 1536}
+    shape = describe(tf.Qwen3_5TextConfig(**sizes, **heads))
     floors = Floors(shape, torch.float32, "cpu", 4, torch.float32)
     state = 7 * (4 * 32 * 32 + 256 * 3) * 4
     weights = sum(a * b for a, b in matrix_sizes(shape)) + 1536 * 256
@@ -91,19 +82,10 @@ def test_a_hybrids_states_are_part_of_what_a_step_moves():
 
 
 def test_of_experts_and_windows_a_step_moves_what_it_reads():
-    config = tf.Qwen3MoeConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-        moe_intermediate_size=8,
-        num_experts=16,
-        num_experts_per_tok=2,
-        use_sliding_window=True,
-        sliding_window=10,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"moe_intermediate_size": 8, "num_experts": 16, "num_experts_per_tok": 2}
+    config = tf.Qwen3MoeConfig(**sizes, **heads, **experts, use_sliding_window=True, sliding_window=10)
     floors = Floors(describe(config), torch.bfloat16, "cpu", 2, torch.int8)
     attention, expert, table, router = (64 + 32) * 32, 3 * 8 * 32, 64 * 32, 16 * 32
     kv = 2 * (16 + 4) * 10
@@ -136,9 +118,8 @@ def test_the_times_of_a_turn_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     command = "efficiency --model pocket --dtype float32 --threads 1 --turns 2 --programs 1 2 --each --json"
     assert main([*command.split(), str(out)]) == 0
     rows = json.loads(out.read_text())
-    assert [row["name"] for row in rows] == [
-        name for n in (1, 2) for name in (f"2 turns, {n} at once", "  turn 0", "  turn 1")
-    ]
+    names = [name for n in (1, 2) for name in (f"2 turns, {n} at once", "  turn 0", "  turn 1")]
+    assert [row["name"] for row in rows] == names
     for row in rows:
         assert sum(row[part.removesuffix("_s")] for part in efficiency.PARTS) == pytest.approx(1)
         assert row["efficiency"] == pytest.approx(row["ideal"])

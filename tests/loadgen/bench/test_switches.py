@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from kv_audit import check_cache
+from trace_samples import says, user
 
 from holdfast.loadgen.bench.ablation import VARIANTS, Variant, chosen
 from holdfast.replicas.config import DraftConfig, EngineConfig, Mechanism
@@ -101,15 +102,12 @@ def test_a_programs_own_cells_are_told_from_those_that_others_computed() -> None
 def test_the_token_cache_changes_no_token() -> None:
     tokenizer = loaded().tokenizer
     on, off = (TextSide(tokenizer, config) for config in (CONFIG, chosen("tokenize_cache")[0].of(CONFIG)))
-    messages = [{"role": "user", "content": "What is the weather in <|im_end|> Paris?"}]
+    messages = [user("What is the weather in <|im_end|> Paris?")]
     for turn in range(4):
         for _ in range(2):
             prompt = ChatPrompt(list(messages))
             assert on.encode(prompt).tokens.tolist() == off.encode(prompt).tokens.tolist()
-        messages += [
-            {"role": "assistant", "content": f"It is {turn} degrees."},
-            {"role": "user", "content": "And now?"},
-        ]
+        messages += [says(f"It is {turn} degrees."), user("And now?")]
     assert off.stats.characters_reused == 0 < on.stats.characters_reused
 
 

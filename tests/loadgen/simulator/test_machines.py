@@ -69,12 +69,7 @@ def test_a_profile_is_its_data_sheet() -> None:
     assert four.weights_s == pytest.approx(2 * 70.6e9 / (4 * 0.8 * 8e12))
     assert all(machines.profile(name).cells > 0 for name in machines.names())
     assert all(machines.profile(name).name == name for name in machines.names())
-    assert machines.profile("8b-a100").slowed(2.0) == replace(
-        found,
-        **{
-            name: 2 * getattr(found, name)
-            for name in ("step_s", "weights_s", "token_s", "pair_s", "cell_s", "reload_s")
-        },
-    )
+    costs = ("step_s", "weights_s", "token_s", "pair_s", "cell_s", "reload_s")
+    assert found.slowed(2.0) == replace(found, **{name: 2 * getattr(found, name) for name in costs})
     with pytest.raises(ConfigError):
         machines.profile("8b-abacus")

@@ -1,13 +1,14 @@
 """Whole runs on small machines: nobody is lost, nothing is left to chance, and an idle machine takes what it must."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from kv_audit import check_cache
 
-from holdfast.loadgen.program import Beginning, sized, sized_turn
-from holdfast.loadgen.simulator.machines import Profile, profile
+from holdfast.loadgen.program import Beginning, Program, sized, sized_turn
+from holdfast.loadgen.simulator.machines import profile
 from holdfast.loadgen.simulator.policies import POLICIES, engine_config
 from holdfast.loadgen.simulator.replica import ONE_BY_ONE, Bulk
 from holdfast.loadgen.simulator.routing import ROUTINGS, routing
@@ -21,17 +22,14 @@ BUSY = Workload("bfcl", 14, 0.5, scale=0.3, context=16_000)  # as much as SMALL 
 
 
 def simulate(
-    workload: Workload,
-    policy: str = "continuum",
-    *,
-    host: bool = False,
-    bulk: Bulk = USUAL,
-    machine: Profile = SMALL,
-    replicas: int = 1,
-    seed: int = 0,
+    workload: Workload, policy: str = "continuum", host: bool = False, bulk: Bulk = USUAL, replicas: int = 1
 ) -> Outcome:
-    simulation = Simulation(machine, engine_config(policy, machine, host), replicas, bulk)
-    outcome = simulation.run(workload.draw(seed))
+    return ended(Simulation(SMALL, engine_config(policy, SMALL, host), replicas, bulk), workload.draw(0))
+
+
+def ended(simulation: Simulation, programs: Iterable[Program]) -> Outcome:
+    """A run, at whose end no replica has anything left to do."""
+    outcome = simulation.run(programs)
     for site in simulation.sites:
         check_cache(site.replica.engine.cache)
         assert site.replica.ongoing == 0
@@ -59,10 +57,8 @@ def test_every_program_ends_once_and_every_token_is_counted(policy: str, host: b
         assert 0 <= done.bubble_s <= done.seconds - done.tool_s
         assert done.arrived == program.arrived
     # What is computed again after a preemption is on top.
-    counts = outcome.counts
-    assert counts["prompt_computed"] + counts["tokens_reloaded"] >= sum(
-        done.prompt - done.cached for done in outcome.programs
-    )
+    new = sum(done.prompt - done.cached for done in outcome.programs)
+    assert outcome.counts["prompt_computed"] + outcome.counts["tokens_reloaded"] >= new
 
 
 def test_the_machine_is_busy_in_these_tests() -> None:
@@ -73,9 +69,9 @@ def test_the_machine_is_busy_in_these_tests() -> None:
 
 
 def test_the_same_again() -> None:
-    first, second = (simulate(replace(BUSY, rate=1.5), replicas=3, seed=5) for _ in range(2))
-    assert first == second
-    assert first != simulate(replace(BUSY, rate=1.5), replicas=3, seed=6)
+    engine, busy = engine_config("continuum", SMALL, host=False), replace(BUSY, rate=1.5)
+    first, second, other = (ended(Simulation(SMALL, engine, 3), busy.draw(seed)) for seed in (5, 5, 6))
+    assert first == second != other
 
 
 def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
@@ -104,7 +100,8 @@ def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
 
 def test_where_nobody_waits_steps_in_bulk_are_steps_one_by_one() -> None:
     calm, machine = Workload("swe", 5, 0.1), profile("8b-a100")
-    bulk, single = (simulate(calm, machine=machine, bulk=how) for how in (USUAL, ONE_BY_ONE))
+    engine = engine_config("continuum", machine, host=False)
+    bulk, single = (ended(Simulation(machine, engine, bulk=how), calm.draw(0)) for how in (USUAL, ONE_BY_ONE))
     assert seconds(bulk) == pytest.approx(seconds(single))
     assert bulk.counts["machine_steps"] == single.counts["machine_steps"] == single.counts["steps"]
     assert bulk.counts["steps"] < single.counts["steps"] / 5
@@ -139,15 +136,11 @@ def test_every_program_and_sub_agent_ends_once(name: str) -> None:
     programs = list(crowd("fan-out", 24).draw(0))
     expected = {program.number for program in programs}
     expected |= {child.number for program in programs for turn in program.turns for child in turn.children}
-    simulation = Simulation(MACHINE, crowd_engine(MACHINE), 4, routing=routing(name))
-    outcome = simulation.run(programs)
+    outcome = ended(Simulation(MACHINE, crowd_engine(MACHINE), 4, routing=routing(name)), programs)
     assert [done.number for done in outcome.programs] == sorted(expected)
-    ended = {done.number: done.ended for done in outcome.programs}
+    ends = {done.number: done.ended for done in outcome.programs}
     for program in programs:
-        assert all(ended[child.number] < ended[program.number] for turn in program.turns for child in turn.children)
-    for site in simulation.sites:
-        check_cache(site.replica.engine.cache)
-        assert site.replica.ongoing == 0
+        assert all(ends[child.number] < ends[program.number] for turn in program.turns for child in turn.children)
 
 
 def play(kind: str, programs: int, placement: str, seed: int = 0) -> dict[str, float]:
@@ -171,8 +164,8 @@ def test_a_run_ends_with_the_turns_of_its_window_which_are_what_they_are_in_a_wh
         told.append([])
         simulation = Simulation(MACHINE, crowd_engine(MACHINE), 4, window=asked, served=told[-1].append)
         simulation.run(programs)
-    ended, whole = ([turn for turn in turns if window[0] <= turn.asked <= window[1]] for turns in told)
-    assert ended == whole
+    short, whole = ([turn for turn in turns if window[0] <= turn.asked <= window[1]] for turns in told)
+    assert short == whole
     assert len(told[0]) < len(told[1])
 
 

@@ -28,7 +28,7 @@ def test_single_steps_run_and_are_written_down(tmp_path, capsys, monkeypatch):
     assert found["parts"]["graphs"]["graphs"]["same_draws"] == 1
     assert [moved["same_bits"] for moved in found["parts"]["host tier"].values()] == [1]
     assert 0 < found["shares"]["prefill: prefill 16"] < 1
-    replayed = {part: {figures.get("replayed") for figures in lines.values()} for part, lines in found["parts"].items()}
+    replayed = {part: {line.get("replayed") for line in lines.values()} for part, lines in found["parts"].items()}
     assert replayed["decode, launched"] == replayed["verify, launched"] == {0.0}
     assert found["parts"]["prefill"]["prefill 16"]["replayed"] == 0.0
     kept = found["parts"]["invariance, kept"]

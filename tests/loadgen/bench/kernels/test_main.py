@@ -10,20 +10,9 @@ from holdfast.loadgen.bench.kernels import __main__ as check
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs small in the interpreter only")
 
 
-WORDS = (
-    "mixed",
-    "pages of 1",
-    "window",
-    "softcap",
-    "sinks",
-    "common",
-    "as in a graph",
-    "norm",
-    "silu",
-    "rotate",
-    "FP8 pages",
-)
-WORDS += ("product of 16 rows", "NVFP4", "experts", "routing", "gated delta", "mamba2", "draw and verify", "cutoffs")
+WORDS = ("mixed", "pages of 1", "window", "softcap", "sinks", "common", "as in a graph", "norm", "silu", "rotate")
+WORDS += ("FP8 pages", "product of 16 rows", "NVFP4", "experts", "routing", "gated delta", "mamba2", "draw and verify")
+WORDS += ("cutoffs",)
 QUICK = ("softcap", "number of FP8", "store in FP8", "norm of", "product of 1 rows, ", "routing", "draw")
 
 

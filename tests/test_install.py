@@ -1,12 +1,10 @@
 """`install.py`: what it says while pip works, and what is left of pip's words."""
 
-import importlib.util
 import io
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
-
-import pytest
+from types import SimpleNamespace
 
 SCRIPT = Path(__file__).parent.parent / "install.py"
 SAID = """\
@@ -26,18 +24,11 @@ Successfully installed holdfast-0.1.0 numpy-2.4.0 torch-2.11.0
 """
 
 
-@pytest.fixture(scope="module")
-def install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("holdfast_install", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+INSTALL = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
-def test_what_pip_says_becomes_how_far_it_is(install: ModuleType) -> None:
-    progress = install.Progress(here=3)
+def test_what_pip_says_becomes_how_far_it_is() -> None:
+    progress = INSTALL.Progress(here=3)
     told = [progress.told(here=3, seconds=65.4) for line in SAID.splitlines() if progress.take(line)]
     assert told == [
         "[1:05] 1 packages found, 0 MB · downloading torch (29 kB)",
@@ -48,22 +39,22 @@ def test_what_pip_says_becomes_how_far_it_is(install: ModuleType) -> None:
     assert progress.told(here=5, seconds=0).startswith("[0:00] 2 of 3 packages")
 
 
-def run(install: ModuleType, script: str) -> tuple[int, str]:
+def run(script: str) -> tuple[int, str]:
     out = io.StringIO()
-    return install.run([sys.executable, "-c", script], out), out.getvalue()
+    return INSTALL.run([sys.executable, "-c", script], out), out.getvalue()
 
 
-def test_pip_is_not_heard_where_all_is_well(install: ModuleType) -> None:
-    status, told = run(install, f"print({SAID!r})")
+def test_pip_is_not_heard_where_all_is_well() -> None:
+    status, told = run(f"print({SAID!r})")
     assert status == 0
     assert told.splitlines()[-1].startswith("installed in ")
     assert "unpacking 3 packages" in told
     assert "Successfully" not in told
 
 
-def test_where_it_fails_the_end_of_what_it_said_is_shown(install: ModuleType) -> None:
+def test_where_it_fails_the_end_of_what_it_said_is_shown() -> None:
     script = "print('\\n'.join(map(str, range(100)))); print('ERROR: no space', end=''); raise SystemExit(3)"
-    status, told = run(install, script)
+    status, told = run(script)
     assert status == 3
     lines = told.splitlines()
     assert lines[-2:] == ["99", "ERROR: no space"]

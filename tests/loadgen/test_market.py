@@ -2,11 +2,11 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_backend import World
-from service_backend import ServiceBackend
+from service_backend import ServiceBackend, engine_served
 
 from holdfast.cluster import cli
 from holdfast.loadgen.market import measure
@@ -15,17 +15,18 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 
 
-def test_both_ways_of_a_server_with_sessions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of three feeds only two find room for their sessions; every question that was sent is counted."""
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
     config = EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8, session_rows=2)
-    backend = ServiceBackend(config)
+    with engine_served(ServiceBackend(config)) as address:
+        yield address
+
+
+def test_both_ways_of_a_server_with_sessions(url: str, tmp_path: Path, capsys) -> None:
+    """Of three feeds only two find room for their sessions; every question that was sent is counted."""
     file = tmp_path / "market.json"
-    options = ["--rates", "4", "--lines", "20", "--feeds", "3", "--seconds", "2", "--every", "1", "--max-tokens", "4"]
-    try:
-        with World(backend).served() as url:
-            assert cli.main(["bench", "market", "--server", f"a={url}", *options, "--json", str(file)]) == 0
-    finally:
-        backend.stop()
+    options = "--rates 4 --lines 20 --feeds 3 --seconds 2 --every 1 --max-tokens 4"
+    assert cli.main(f"bench market --server a={url} {options} --json {file}".split()) == 0
     session, whole = json.loads(file.read_text())
     assert (session["way"], whole["way"]) == ("session", "whole")
     assert session["failed"] == {"429 overloaded": 1}
@@ -41,15 +42,10 @@ def test_both_ways_of_a_server_with_sessions(capsys: pytest.CaptureFixture[str],
     assert "1 x 429 overloaded" in printed
 
 
-def test_an_answer_that_has_seen_every_line_is_up_to_date() -> None:
-    backend = ServiceBackend(EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8, session_rows=2))
-    try:
-        with World(backend).served() as url:
-            options = Market((("a", url),), rates=(0.25,), lines=(5,), seconds=6.0, every_s=3.0, max_tokens=2)
-            session, whole = asyncio.run(measure(options))
-    finally:
-        backend.stop()
-    assert session.outdated[0] == 0.0, "no line had arrived since the opening, three seconds before"
+def test_an_answer_that_has_seen_every_line_is_up_to_date(url: str) -> None:
+    options = Market((("a", url),), rates=(0.5,), lines=(5,), seconds=2.0, every_s=1.0, max_tokens=2)
+    session, whole = asyncio.run(measure(options))
+    assert session.outdated[0] == 0.0, "no line had arrived since the opening, a second before"
     assert whole.outdated[0] == 0.0
     assert len(session.appends) == 1
 

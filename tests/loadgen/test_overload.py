@@ -11,7 +11,7 @@ from holdfast.loadgen.options import Overload
 from holdfast.loadgen.overload import Crowd, measure, show
 from holdfast.replicas.errors import DeadlineError, OverloadedError
 
-QUICK = Overload(loads=(1.0, 2.0), seconds=1.0, warm_s=0.2, sequences=2, words=3)
+QUICK = Overload(loads=(1.0, 2.0), seconds=0.6, warm_s=0.2, sequences=2, words=3)
 
 
 class Refusing(FakeBackend):

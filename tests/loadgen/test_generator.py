@@ -10,10 +10,10 @@ from holdfast.loadgen.generator import measure
 from holdfast.loadgen.options import Generated
 from holdfast.replicas.errors import ConfigError
 
-SLOW = Generated(rate=50.0, seconds=1.2, first_s=1.0, token_s=0.0, tokens=1)
+SLOW = Generated(rate=50.0, seconds=1.2, first_s=1.0, token_s=0.02)
 
 
-def test_a_schedule_is_kept_while_answers_are_far_behind() -> None:
+def test_a_schedule_is_kept_and_what_is_measured_is_what_the_stub_took() -> None:
     kept = measure(SLOW)
     assert sum(row.ok for row in kept.rows) == len(kept.rows) == SLOW.requests
     assert all(row.started >= row.due for row in kept.rows)
@@ -21,10 +21,6 @@ def test_a_schedule_is_kept_while_answers_are_far_behind() -> None:
     assert kept.pace < 3
     assert median(kept.late) < SLOW.first_s
     assert kept.at_once > SLOW.requests / 2
-
-
-def test_what_is_measured_is_what_the_stub_took() -> None:
-    kept = measure(Generated(rate=50.0, seconds=0.8, first_s=0.06, token_s=0.02))
     assert min(kept.beyond) >= 0
     took = [row.ended - row.started for row in kept.rows]
     # A busy machine delays some; what the generator itself adds is in all of them.
@@ -43,12 +39,7 @@ def test_the_command_prints_quantiles_and_its_own_share(capsys: pytest.CaptureFi
 def test_the_same_seed_draws_the_same_schedule_and_nothing_can_be_sent_at_no_rate() -> None:
     assert generator.make_round(SLOW) == generator.make_round(SLOW)
     nan = float("nan")
-    for name, wrong in (
-        ("rate", {"rate": 0.0}),
-        ("rate", {"rate": nan}),
-        ("seconds", {"seconds": 0.0}),
-        ("first", {"first_s": -1.0}),
-        ("token", {"token_s": nan}),
-    ):
-        with pytest.raises(ConfigError, match=name):
+    for wrong in ({"rate": 0.0}, {"rate": nan}, {"seconds": 0.0}, {"first_s": -1.0}, {"token_s": nan}):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=name.removesuffix("_s")):
             Generated(**wrong)

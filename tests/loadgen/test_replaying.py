@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from stub_server import Answer, Asked, calling, stub_server
+from stub_server import Asked, calling, stub_server
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
@@ -42,20 +42,6 @@ def test_a_recorded_run_is_replayed_as_it_was(tmp_path: Path) -> None:
     assert [(row.workload, row.turn) for row in rows] == [("replay", turn) for turn in range(6)]
     assert all(row.ok and row.fits and row.as_scripted and row.due is not None for row in rows)
     assert content["workloads"]["replay"].startswith("1 programs, 6 requests")
-
-
-def test_a_failed_answer_does_not_stop_a_replay(tmp_path: Path) -> None:
-    trace, out = tmp_path / "run.jsonl", tmp_path / "out.json"
-    with stub_server(calling) as stub:
-        options = Options((("a", stub.url),), ("bugfix",), 1, warm_up=0, record=trace)
-        assert compare.main(options) == 0
-    failing = [Answer.of(b"{}", 500), Answer.of(b"data: {oops\n\n")]
-    with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else calling(asked)) as stub:
-        options = Options((("b", stub.url),), (), 1, warm_up=0, json_file=out, trace="told")
-        assert compare.main(options, replayed(Replay(trace, speed=50), 0, 1)) == 0
-    summary = json.loads(out.read_text())["summaries"][0]
-    assert summary["failures"] == {"http": 1, "malformed": 1}
-    assert summary["requests"] == 6
 
 
 def test_a_trace_is_converted_and_what_was_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

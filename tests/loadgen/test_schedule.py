@@ -1,13 +1,11 @@
 """Moments that are kept: on a clock of the test's own."""
 
 import asyncio
-import gc
 from functools import partial
 
 import pytest
 
 from holdfast.loadgen import runner as schedule
-from holdfast.loadgen.progress import uncollected
 
 
 class Clock:
@@ -56,17 +54,3 @@ def test_an_error_is_raised_as_it_is_and_ends_the_others(monkeypatch: pytest.Mon
     with pytest.raises(LookupError, match="gone"):
         asyncio.run(schedule.start_each([100.0, 101.0, 102.0], [partial(begin, place) for place in range(3)]))
     assert 0 in ended
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_collector_is_as_before_when_the_measuring_is_over(frozen: bool) -> None:
-    gc.unfreeze()
-    if frozen:
-        gc.freeze()
-    before = gc.get_threshold()
-    with uncollected():
-        assert gc.get_threshold()[:2] == before[:2]
-        assert gc.get_threshold()[2] > before[2]
-        assert gc.get_freeze_count() > 0
-    assert gc.get_threshold() == before
-    assert (gc.get_freeze_count() > 0) is frozen

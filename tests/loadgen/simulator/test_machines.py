@@ -35,9 +35,7 @@ def test_a_prompt_takes_a_polynomial_of_its_length() -> None:
     n = 40  # enough to be computed for longer than weights and cells are read
     for prompt in (chunk(0, n), chunk(0, n, 0)):
         assert ROUND.step(StepPlan((prompt,)), 4) == pytest.approx(0.125 * n**2 + 0.5 * n + 1.0)
-
-
-def test_a_short_prompt_takes_what_reading_takes() -> None:
+    # A short one takes what reading takes.
     assert ROUND.step(StepPlan((chunk(98, 2),)), 4) == pytest.approx(1 + 10 + 2 * 99 * 0.25)
     slow = Profile("slow", 1.0, 10.0, 0.5, 0.25, 100.0, 2.0, 64, 64)
     assert slow.step(StepPlan((chunk(98, 2),)), 4) == pytest.approx(1 + 10 + 100 * 100)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ SMALL = replace(profile("8b-a100"), cells=24_000, host_cells=48_000)
 BUSY = Workload("bfcl", 14, 0.5, scale=0.3, context=16_000)  # as much as SMALL can do, and more
 
 
+@cache
 def simulate(
     workload: Workload, policy: str = "continuum", host: bool = False, bulk: Bulk = USUAL, replicas: int = 1
 ) -> Outcome:

@@ -101,6 +101,7 @@ def imported(path: Path) -> Sequence[str]:
     return names
 
 
+@cache
 def own_imports(name: str) -> set[str]:
     """Modules of ours that module `name` imports."""
     found = set()
@@ -373,22 +374,31 @@ MINUTE = 60.0
 
 def sleeps(node: ast.AST) -> bool:
     """Whether this is a call of `time.sleep`, or of `asyncio.sleep` with anything but 0."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("time.sleep", "asyncio.sleep"):
+    if not isinstance(node, ast.Call) or called(node) != "sleep":
         return False
-    return ast.unparse(node.func) == "time.sleep" or ast.unparse(node.args[0]) != "0"
+    module = ast.unparse(node.func).rpartition(".")[0]
+    return module == "time" or (module == "asyncio" and ast.unparse(node.args[0]) != "0")
 
 
 def impatient(node: ast.AST) -> bool:
     """Whether this waits for less than a minute: `wait(5)`, `timeout=5`, `monotonic() + 5`. 0 does not wait."""
     bounds: list[ast.expr] = []
-    if isinstance(node, ast.Call) and ast.unparse(node.func) not in NO_WAITS:
+    if isinstance(node, ast.Call):
         bounds = [each.value for each in node.keywords if each.arg == "timeout"]
-        place = WAITS.get(ast.unparse(node.func).rpartition(".")[2], -2)
+        place = WAITS.get(called(node), -2)
         bounds += node.args[place:] if len(node.args) == place + 1 else []
-    elif isinstance(node, ast.BinOp) and ast.unparse(node.left).endswith("monotonic()"):
-        bounds = [node.right] if isinstance(node.op, ast.Add) else []
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        bounds = [node.right]
     numbers = [each.value for each in bounds if isinstance(each, ast.Constant) and type(each.value) in (int, float)]
-    return any(0 < number < MINUTE for number in numbers)
+    if not any(0 < number < MINUTE for number in numbers):
+        return False
+    by = ast.unparse(node.func if isinstance(node, ast.Call) else node.left)
+    return by not in NO_WAITS if isinstance(node, ast.Call) else by.endswith("monotonic()")
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def test_tests_wait_for_conditions_and_for_a_minute_at_least() -> None:

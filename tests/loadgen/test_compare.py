@@ -307,7 +307,7 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
             compare.main(Options(one, workloads, tenant_keys=(("loud", "key"),)))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):
-        compare.main(Options(one, json_file=tmp_path / "file" / "out.json"))
+        compare.main(Options(one, ("bugfix",), json_file=tmp_path / "file" / "out.json"))
 
 
 def test_the_help_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +325,7 @@ def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture)
         assert holdfast([*words.split(), "--api-key-file", str(key)]) == 0
     assert {asked.headers["authorization"] for asked in stub.asked} == {"Bearer secret"}
     assert "secret" not in path.read_text()
-    assert holdfast(["bench", "compare", "--server", "a=http://127.0.0.1:1"]) == 2
+    assert holdfast(["bench", "compare", "--server", "a=http://127.0.0.1:1", "--workload", "bugfix"]) == 2
     assert "127.0.0.1:1/v1/models" in capsys.readouterr().err
     for wrong in ("--rates 1,x", "--concurrencies 1.5", "--concurrencies inf", "--concurrencies nan"):
         with pytest.raises(SystemExit):

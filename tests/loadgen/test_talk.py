@@ -1,11 +1,11 @@
 """`holdfast chat`: on a terminal of our own and in a pipe, against a router with a real engine."""
 
 import asyncio
+import io
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,7 @@ from rich.console import Console
 from service_backend import ServiceBackend, engine_served
 from terminal import Terminal
 
+from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.talk import ChatOptions, Talk, read_tools
 from holdfast.replicas.config import EngineConfig
@@ -39,12 +40,15 @@ def tools(tmp_path: Path) -> str:
     return str(path)
 
 
-def piped(words: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.cluster.cli", "chat", *arguments]
-    everything = {**os.environ, **environment}
-    return subprocess.run(
-        command, input=words, env=everything, capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.fixture
+def piped(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Run the command with words on its standard input: its status, output and errors."""
+
+    def run(words: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(words))
+        return (holdfast(["chat", *arguments]), *capsys.readouterr())
+
+    return run
 
 
 def test_a_call_is_shown_answered_and_told_what_it_cost(url: str, tools: str) -> None:
@@ -74,7 +78,9 @@ def test_a_call_is_shown_answered_and_told_what_it_cost(url: str, tools: str) ->
 
 
 def test_a_pipe_gets_answers_and_nothing_else(url: str, tools: str) -> None:
-    done = piped(f"{QUESTION}\n21 degrees, sunny\n", "--url", url, "--tools", tools)
+    command = [sys.executable, "-m", "holdfast.cluster.cli", "chat", "--url", url, "--tools", tools]
+    words = f"{QUESTION}\n21 degrees, sunny\n"
+    done = subprocess.run(command, input=words, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     call, answer = done.stdout.splitlines()
     assert call == 'get_weather {"city": "Paris"}'
@@ -82,19 +88,16 @@ def test_a_pipe_gets_answers_and_nothing_else(url: str, tools: str) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_a_call_that_was_cut_is_shown_and_not_asked_for_and_what_failed_was_not_said() -> None:
+def test_a_call_that_was_cut_is_shown_and_not_asked_for_and_what_failed_was_not_said(piped) -> None:
     whole = [ToolCallDelta(i, f"c{i}", "f", "{}", closed=True) for i in range(2)]
     cut = ToolCallDelta(1, "c9", "g", '{"a')
     backend = FakeTurns(
         called(whole[0], cut, reason="length"), HELLO, called(cut, reason="length"), called(*whole), (ValueError("no"),)
     )
     with World(backend).served() as address:
-        done = piped("one\nits result\ntwo\nthree\nr0\nr1\n", "--url", address)
-    first, second, third = done.stdout.splitlines()[:2], done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:6]
-    assert first == ["f {}", 'g {"a (cut off)']
-    assert second == ["Hello!", 'g {"a (cut off)']
-    assert third == ["f {}", "f {}"]
-    assert done.returncode == 1
+        status, shown, _ = piped("one\nits result\ntwo\nthree\nr0\nr1\n", "--url", address)
+    lines = ["f {}", 'g {"a (cut off)', "Hello!", 'g {"a (cut off)', "f {}", "f {}"]
+    assert (status, shown.splitlines()[:6]) == (1, lines)
     asked = [[(m["role"], m.get("content")) for m in request.prompt.messages] for request in backend.requests]
     calls = [m.get("tool_calls") for m in backend.requests[-1].prompt.messages if m["role"] == "assistant"]
     assert [[call["id"] for call in each or ()] for each in calls] == [["c0"], [], [], ["c0", "c1"]]
@@ -126,25 +129,24 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was_before_the_user_spo
         asyncio.run(main(address))
 
 
-def test_what_a_model_writes_is_no_command_to_the_terminal() -> None:
+def test_what_a_model_writes_is_no_command_to_the_terminal(piped) -> None:
     script = ((TextDelta("a\x1b[2Jb\rc\x07\n"),), *FakeBackend().script[-1:])
     with World(FakeBackend(script)).served() as address:
-        done = piped("hi\n", "--url", address)
-    assert done.stdout == "a[2Jbc\n\n"
+        assert piped("hi\n", "--url", address)[1] == "a[2Jbc\n\n"
 
 
-def test_without_a_server_or_a_key_it_says_so() -> None:
-    done = piped("hi\n", "--url", "http://127.0.0.1:9")
-    assert done.returncode != 0
-    assert done.stderr == "holdfast: no server answers at http://127.0.0.1:9; `--url` names another one\n"
+def test_without_a_server_or_a_key_it_says_so(piped, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, error = piped("hi\n", "--url", "http://127.0.0.1:9")
+    assert status != 0
+    assert error == "holdfast: no server answers at http://127.0.0.1:9; `--url` names another one\n"
     world = World(tenants=TenantDirectory((Tenant("acme", (hash_key("right"),)),)))
     with world.served() as address:
-        refused = piped("hi\n", "--url", address)
-        assert "HOLDFAST_API_KEY" in refused.stderr
-        assert piped("hi\n", "--url", address, HOLDFAST_API_KEY="right").stdout == "Hello!\n"
+        assert "HOLDFAST_API_KEY" in piped("hi\n", "--url", address)[2]
+        monkeypatch.setenv("HOLDFAST_API_KEY", "right")
+        assert piped("hi\n", "--url", address)[1] == "Hello!\n"
         world.backend.script = (ValueError("broken"),)  # type: ignore[attr-defined]
-        failed = piped("again\n", "--url", address, HOLDFAST_API_KEY="right")
-    assert (failed.returncode, failed.stdout.count("500")) == (1, 1)
+        status, shown, _ = piped("again\n", "--url", address)
+    assert (status, shown.count("500")) == (1, 1)
 
 
 def test_tools_are_read_with_and_without_their_outside_and_else_refused(tmp_path: Path) -> None:

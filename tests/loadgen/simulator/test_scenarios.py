@@ -20,17 +20,17 @@ from holdfast.loadgen.simulator.scenarios import NOISY, QUIET, SCENARIOS, Column
 from holdfast.loadgen.simulator.states import play as play_states
 from holdfast.loadgen.simulator.workloads import Workload, of_tenants
 
-BFCL = "--workload bfcl --cells 40000 --scale 0.2"
+BFCL = "--workload bfcl --cells 40000 --scale 0.1"
 SMALL = {
     "simulate": f"--programs 3 --rates 0.5 {BFCL} --policy request --policy continuum --seeds 2 --host-tier both",
     "simulate-placement": "--programs 4 --workload preambles --placement ours --placement prefix",
-    "simulate-tenants": "--tenants 3 --programs 30 --quiet 3 --replicas 2 --order fair",
-    "simulate-orchestrator": "--agents 2 --seeds 1 --cells 90000 --rates 0.01,0.02",
+    "simulate-tenants": "--tenants 3 --programs 12 --quiet 2 --replicas 2 --order fair",
+    "simulate-orchestrator": "--agents 1 --seeds 1 --cells 90000 --rates 0.02",
     "simulate-overload": "--seconds 5 --loads 1 --deadline 10 --prompt 1500 --reply 60",
-    "simulate-states": "--programs 1 --slots 8 --seeds 1",
+    "simulate-states": "--workload bfcl --programs 2 --slots 8 --seeds 1",
 }
 ROWS = {"simulate": 8, "simulate-placement": 2, "simulate-tenants": 9, "simulate-overload": 2, "simulate-states": 5}
-ROWS["simulate-orchestrator"] = 8 + 2 * 2
+ROWS["simulate-orchestrator"] = 8 + 2
 
 
 def test_every_scenario_has_options_and_every_command_a_scenario() -> None:
@@ -38,7 +38,8 @@ def test_every_scenario_has_options_and_every_command_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_scenario_prints_its_tables_and_writes_every_run(name: str, tmp_path: Path, capsys) -> None:
+def test_a_scenario_prints_its_tables_and_writes_every_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(scenarios, "WARM_S", 5.0)
     file = tmp_path / "folder" / "runs.json"
     assert main(f"{name} {SMALL[name]} --json {file}".split()) == 0
     content, printed = json.loads(file.read_text()), capsys.readouterr().out

@@ -135,7 +135,7 @@ def crowd(kind: str, programs: int = 40) -> Crowd:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_every_program_and_sub_agent_ends_once(name: str) -> None:
-    programs = list(crowd("fan-out", 24).draw(0))
+    programs = list(crowd("fan-out", 12).draw(0))
     expected = {program.number for program in programs}
     expected |= {child.number for program in programs for turn in program.turns for child in turn.children}
     outcome = ended(Simulation(MACHINE, crowd_engine(MACHINE), 4, routing=routing(name)), programs)

@@ -47,13 +47,13 @@ def test_a_seed_says_all_and_only_the_named_size_changes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_of_the_traces(kind: str) -> None:
-    programs = list(Workload(kind, 1500, 1.0, scale=SCALES.get(kind, 1.0)).draw(0))
+    programs = list(Workload(kind, 500, 1.0, scale=SCALES.get(kind, 1.0)).draw(0))
     figures = KINDS[kind].figures
     turns = np.mean([len(program.turns) for program in programs])
     assert turns == pytest.approx(1 + (figures.most - 1) * figures.share, rel=0.05)
     tools = [turn.pause_s for program in programs for turn in program.turns if turn.runs]
     assert np.mean(tools) == pytest.approx(figures.tool_s, rel=0.15)
-    assert programs[-1].arrived == pytest.approx(1500, rel=0.1)
+    assert programs[-1].arrived == pytest.approx(500, rel=0.1)
 
 
 def test_coding_sessions_are_as_those_that_were_seen() -> None:

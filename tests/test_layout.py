@@ -332,7 +332,6 @@ def test_versions_of_dependencies_are_pinned_and_explained() -> None:
 
 
 def test_tests_mirror_the_code() -> None:
-    """A test file lies in the folder of what it tests, so that it is found."""
     known = {path.parent.relative_to(ROOT) for path in modules().values()} | {Path(folder) for folder in FOLDERS}
     known |= {Path("helm"), Path("pocket")}  # the chart, and how Pocket is made: no packages of the product
     stray = {
@@ -352,7 +351,6 @@ MADE_UP = {"cluster/test_cli.py", "loadgen/test_peers.py", "test_layout.py"}
 
 
 def test_no_test_listens_on_a_fixed_port() -> None:
-    """So they run beside a server, and beside each other."""
     for text in ('s.bind(("127.0.0.1", 8000))', '["serve", "--port", "8000"]', "uvicorn.Config(app, port=8000)"):
         assert BOUND.search(text)
     for text in ('s.bind(("127.0.0.1", 0))', '["serve", "--port", str(port)]', "ServerConfig(routers=3)"):

@@ -201,10 +201,8 @@ def test_each_ratio_is_over_the_first_server_of_its_run() -> None:
         told["latency p50"] = {"value": value, "low": 1.0, "high": 3.0}
         return {"workload": "burst", "server": server, "ratios": told | {"tokens per s": None}}
 
-    runs = [
-        {"servers": [{"name": first}], "summaries": [summary(first, 1.0), summary(peer, value)]}
-        for first, peer, value in (("holdfast", "vllm", 2.0), ("int8", "llama.cpp", 1.5))
-    ]
+    groups = (("holdfast", "vllm", 2.0), ("int8", "llama.cpp", 1.5))
+    runs = [{"servers": [{"name": a}], "summaries": [summary(a, 1.0), summary(b, value)]} for a, b, value in groups]
     _, _, *lines = ratios(runs)
     assert lines == [
         "| burst | vllm | holdfast | 2.00 | 2.00 (1.00-3.00) | 2.00 | 2.00 | 2.00 | 2.00 | - |",

@@ -177,7 +177,6 @@ def test_gelu_comes_near_the_source(source: Path, said: torch.Tensor, tmp_path: 
 
 @pytest.mark.parametrize("changes", [QWEN3_MOE, HYBRID_MOE, GPT_OSS, GEMMA4], ids=lambda each: each["model_type"])
 def test_experts_cost_what_they_cost_elsewhere(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Tokens choose different experts."""
     out = inflated(source, tmp_path, pad_vocabulary=True, **changes)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     routers = [each for name, each in model.named_modules() if name.endswith((".gate", ".router"))]

@@ -27,7 +27,9 @@ from matplotlib.figure import Figure
 from holdfast.loadgen.report import plots
 
 
-def comparison() -> dict:
+@pytest.fixture(scope="module")
+def content() -> dict:
+    """The file of a comparison of two servers, one of which reports no stages and fails in a workload."""
     rows = []
     for server, slower, stages in (("a <1>", 1.0, {"queue": 0.1, "prefill": 0.2, "decode": 0.3}), ("b", 2.5, {})):
         for repetition in range(2):
@@ -36,20 +38,12 @@ def comparison() -> dict:
                 more = {"turn": turn, "repetition": repetition, "workload": "agents", "calls": 1, **stages}
                 rows.append(row(server, 10 * turn, latency, **more))
         rows.append(row(server, 99.0, slower, workload="burst", program="q", failure="cut" if server == "b" else ""))
-    return {
-        "complete": True,
-        "written": "2026-01-01",
-        "command": ["holdfast", "bench", "compare"],
-        "options": {"seed": 7, "repetitions": 2},
-        "servers": [
-            {"name": "a <1>", "url": "http://x", "model": "m", "version": "9"},
-            {"name": "b", "url": "http://y", "model": "m"},
-        ],
-        "workloads": {"agents": "three <agents>"},
-        "generator": {"cpu_share": 0.5, "cpu_ms_a_request": 1.25},
-        "machine": {"cores": 2},
-        "rows": to_json(rows),
-    }
+    servers = [{"name": "a <1>", "url": "http://x", "model": "m", "version": "9"}]
+    servers.append({"name": "b", "url": "http://y", "model": "m"})
+    told = {"complete": True, "written": "2026-01-01", "command": ["holdfast", "bench", "compare"]}
+    told |= {"options": {"seed": 7, "repetitions": 2}, "machine": {"cores": 2}, "servers": servers}
+    told |= {"workloads": {"agents": "three <agents>"}, "generator": {"cpu_share": 0.5, "cpu_ms_a_request": 1.25}}
+    return json.loads(json.dumps({**told, "rows": to_json(rows)}))
 
 
 class Page(HTMLParser):
@@ -67,11 +61,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data.strip())
-
-
-@pytest.fixture(scope="module")
-def content() -> dict:
-    return json.loads(json.dumps(comparison()))
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,6 @@ def tied(gap: float) -> Expected:
     [(3 * NEAR, []), (30 * NEAR, ["other tokens"]), (5.0, ["other tokens"]), (float("nan"), ["other tokens"])],
 )
 def test_only_what_transformers_cannot_tell_apart_may_be_another_token(gap, faults):
-    """The worst difference is named."""
     replies = [Reply(i, np.array(tokens, np.int32)) for i, tokens in enumerate(([0, 0], [0, 1], [0, 1]))]
     figures, found = compared(Setting("any"), replies, [tied(gap), tied(gap), tied(2 * NEAR)], NOTHING)
     assert found == faults

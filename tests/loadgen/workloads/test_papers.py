@@ -54,7 +54,7 @@ def test_heavy_tailed_tools_have_the_percentiles_asked_for() -> None:
     assert percentiles[89] == pytest.approx(5.8, rel=0.03)
 
 
-@pytest.mark.parametrize(("name", "turns", "tool", "jobs"), [("swe", 20, 0.29, 150), ("bfcl", 4.2, 1.09, 600)])
+@pytest.mark.parametrize(("name", "turns", "tool", "jobs"), [("swe", 20, 0.29, 60), ("bfcl", 4.2, 1.09, 200)])
 def test_programs_are_as_long_as_told_and_keep_their_words_when_turns_are_multiplied(
     name: str, turns: float, tool: float, jobs: int
 ) -> None:

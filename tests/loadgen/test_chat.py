@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from fake_backend import World, chat_body
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stub_server import DONE, Answer, Asked, call, chunk, models, stub_server, usage
 
@@ -57,7 +57,6 @@ def gather(pieces: list[bytes]) -> Gathered:
 # ---- streams ----
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=40))
 def test_a_stream_cut_anywhere_gives_the_same_answer(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(STREAM)]
@@ -85,7 +84,6 @@ def test_anything_but_a_stream_of_chunks_is_malformed(stream: bytes) -> None:
         gather([stream])
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_anything_else(noise: bytes) -> None:
     try:

@@ -11,7 +11,7 @@ SAMPLES = st.lists(st.floats(0.001, 1000), min_size=2, max_size=30)
 STATISTICS = [mean, median, percentile(90), percentile(99)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SAMPLES, st.sampled_from(STATISTICS), st.integers(0, 9))
 def test_an_interval_lies_within_the_sample_and_repeats_with_its_seed(sample, statistic, seed) -> None:
     found = estimate(sample, statistic, seed)
@@ -21,7 +21,7 @@ def test_an_interval_lies_within_the_sample_and_repeats_with_its_seed(sample, st
     assert found.value == pytest.approx(float(statistic(np.array(sample))))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SAMPLES, st.sampled_from(STATISTICS), st.floats(0.1, 50))
 def test_a_server_that_takes_k_times_as_long_each_time_has_that_ratio_without_doubt(sample, statistic, k) -> None:
     found = ratio([k * value for value in sample], sample, statistic, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from calls_heard import weather
 from fake_backend import CALL, DONE, FakeBackend, World
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from service_backend import ServiceBackend, engine_served
 from stub_server import DONE as END
@@ -264,7 +264,6 @@ class TakesPrefills(FakeClient):
         return 200, {"id": handle, "object": "prefill"}
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 12), min_size=4, max_size=4))
 def test_what_goes_ahead_is_the_beginning_of_the_next_turn_however_tools_come_back(
     order: list[int], rests: list[int]

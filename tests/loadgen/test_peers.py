@@ -185,9 +185,9 @@ def test_a_groups_servers_are_compared_and_end_before_the_next_groups_start(tmp_
         assert holdfast([*line, "--group", "holdfast,vllm", "--group", "holdfast,vllm-ngram"]) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
-    ours, peers_of = "m {'threads': 1}", ("0-vllm", "1-vllm-ngram")
-    each = [(f"{ours} starts", f"{peer} starts", f"{peer} ends", f"{ours} ends") for peer in peers_of]
-    assert told == [*each[0], *each[1]]
+    ours, theirs = "m {'threads': 1}", ("0-vllm", "1-vllm-ngram")
+    groups = [(f"{ours} starts", f"{peer} starts", f"{peer} ends", f"{ours} ends") for peer in theirs]
+    assert told == [*groups[0], *groups[1]]
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("| bugfix | vllm | holdfast | ")
     assert second.startswith("| bugfix | vllm-ngram | holdfast | ")

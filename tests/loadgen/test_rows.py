@@ -24,7 +24,7 @@ def test_rows_come_back_from_json_as_they_were() -> None:
         from_json([{"server": "a"}])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6), st.randoms(use_true_random=False)
 )
@@ -73,7 +73,7 @@ def test_only_programs_with_every_turn_answered_count() -> None:
 # ---- spans ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0.01, 5), st.floats(0, 5), STAGE, STAGE, STAGE), min_size=1, max_size=5))
 def test_spans_fill_a_program_from_its_first_request_to_its_last_answer(drawn: list[tuple]) -> None:
     now, turns = 0.5, []

@@ -20,7 +20,7 @@ def turns(server: str, latencies: list[float], **more) -> list[Row]:
 LATENCIES = st.lists(st.floats(0.01, 5), min_size=2, max_size=12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(LATENCIES, st.floats(0.2, 8), st.randoms(use_true_random=False))
 def test_ratios_are_of_pairs_and_no_order_of_rows_changes_a_figure(
     latencies: list[float], k: float, rng: random.Random

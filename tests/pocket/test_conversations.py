@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_calls_are_declared_and_fit_their_schema(seed: int) -> None:
     types: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
     conversation = training_conversation(seed)
@@ -43,7 +43,7 @@ def test_calls_are_declared_and_fit_their_schema(seed: int) -> None:
 
 
 @given(seeds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_request_mentions_every_argument_in_the_order_of_the_call(seed: int) -> None:
     rng, lex = random.Random(seed), lexicon(Split.TRAIN)
     request = ask(random_tool(rng, lex), rng, lex)
@@ -54,7 +54,7 @@ def test_a_request_mentions_every_argument_in_the_order_of_the_call(seed: int) -
 
 
 @given(seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_spans_equal_the_rendered_template(tokenizer: Any, seed: int) -> None:
     conversation = training_conversation(seed)
     tools, texts = list(conversation.tools) or None, [span.text for span in spans(conversation)]

@@ -63,7 +63,7 @@ def test_a_part_of_a_word_is_no_source() -> None:
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_target_is_a_later_token(seed: int) -> None:
     row = row_of(drawn(seed))
     for choices in row.choices.values():
@@ -72,7 +72,7 @@ def test_no_target_is_a_later_token(seed: int) -> None:
 
 
 @given(seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_choice_is_the_tool_of_the_call_that_follows(seed: int) -> None:
     conversation = drawn(seed)
     row = row_of(conversation)

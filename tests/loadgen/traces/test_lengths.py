@@ -11,7 +11,7 @@ from holdfast.loadgen.program import Output, Program, Sized, Turn
 from holdfast.loadgen.traces.lengths import Wording, worded
 from holdfast.replicas.errors import ConfigError
 
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 BLOCKS = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 

@@ -16,7 +16,7 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, plain_messages
 
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
 AS_RECORDED = Manner(recorded=True)
 

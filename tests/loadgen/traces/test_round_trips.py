@@ -10,7 +10,7 @@ from holdfast.loadgen.program import Output, Program, Sized, Turn
 from holdfast.loadgen.traces import mooncake
 from holdfast.replicas.errors import ConfigError
 
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @FEW

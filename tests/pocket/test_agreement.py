@@ -11,17 +11,9 @@ from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.loadgen.inflate.model import inflate
 from pocket.agreement import agreement, main
 
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 448,
-    "num_hidden_layers": 8,
-    "head_dim": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 1536,
-    "tie_word_embeddings": True,
-}
+SHAPE = {"model_type": "llama", "vocab_size": 1536, "tie_word_embeddings": True}
+SHAPE |= {"hidden_size": 256, "intermediate_size": 448, "num_hidden_layers": 8}
+SHAPE |= {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.fixture(scope="module")

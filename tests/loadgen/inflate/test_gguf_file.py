@@ -19,17 +19,9 @@ from holdfast.loadgen.inflate.model import inflate
 from holdfast.loadgen.inflate.shapes import NoRoomError
 
 gguf = pytest.importorskip("gguf")
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "head_dim": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "tie_word_embeddings": True,
-}
+SHAPE = {"model_type": "qwen3", "vocab_size": 2048, "tie_word_embeddings": True}
+SHAPE |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+SHAPE |= {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -89,16 +81,9 @@ def test_an_inflated_folder_with_added_vocabulary(tmp_path: Path) -> None:
     assert field(path, "qwen3.rope.dimension_count") == 128
 
 
-HYBRID = SHAPE | {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 14,
-    "full_attention_interval": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+HYBRID = SHAPE | {"model_type": "qwen3_5_text", "num_hidden_layers": 14, "full_attention_interval": 2, "head_dim": 256}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 
 def test_a_hybrid(tmp_path: Path) -> None:

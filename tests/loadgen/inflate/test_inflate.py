@@ -13,75 +13,28 @@ from holdfast.loadgen.inflate import model as inflating
 from holdfast.loadgen.inflate.model import config_of, inflate, main, total_bytes
 from holdfast.loadgen.inflate.shapes import SHAPES, IncompatibleShapeError, NoRoomError, tensors_of
 
-SOURCE = {
-    "vocab_size": 64,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-}
-TARGET = {
-    "model_type": "llama",
-    "hidden_size": 80,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 100,
-    "tie_word_embeddings": False,
-}
-
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 9,
-    "full_attention_interval": 4,
-    "head_dim": 32,
-    "rope_parameters": {"partial_rotary_factor": 0.25},
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SOURCE = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, **HEADS}
+SOURCE |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128}
+TARGET = {"model_type": "llama", "vocab_size": 100, "tie_word_embeddings": False}
+TARGET |= {"hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 3}
+TARGET |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
 QWEN2 = {"model_type": "qwen2", "head_dim": None, "hidden_size": 128}
-QWEN3_MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
-HYBRID_MOE = {
-    **HYBRID,
-    "model_type": "qwen3_5_moe_text",
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 48,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 5,
-    "head_dim": 16,
-    "sliding_window": 8,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
-}
-GEMMA4 = {
-    "model_type": "gemma4_text",
-    "intermediate_size": 210,
-    "num_hidden_layers": 6,
-    "head_dim": 16,
-    "global_head_dim": 64,
-    "num_global_key_value_heads": 2,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "enable_moe_block": True,
-    "num_experts": 6,
-    "top_k_experts": 3,
-    "moe_intermediate_size": 16,
-    "tie_word_embeddings": True,
-}
+QWEN3_MOE = {"model_type": "qwen3_moe", **EXPERTS}
+HYBRID = {"model_type": "qwen3_5_text", "num_hidden_layers": 9, "full_attention_interval": 4}
+HYBRID |= {"head_dim": 32, "rope_parameters": {"partial_rotary_factor": 0.25}}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
+HYBRID_MOE = {**HYBRID, **EXPERTS, "model_type": "qwen3_5_moe_text"}
+HYBRID_MOE |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 48}
+GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8}
+GPT_OSS |= {"num_local_experts": 6, "num_experts_per_tok": 3}
+GEMMA4 = {"model_type": "gemma4_text", "intermediate_size": 210, "num_hidden_layers": 6, "tie_word_embeddings": True}
+GEMMA4 |= {"head_dim": 16, "global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+GEMMA4 |= {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16}
+GEMMA4 |= {"hidden_size_per_layer_input": 0}
 
 
 @pytest.fixture(scope="module")

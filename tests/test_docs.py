@@ -1,9 +1,14 @@
-"""The docs name what there is."""
+"""The docs name what there is, and their site builds with every link and every page in its menu."""
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+import yaml
 
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
@@ -90,3 +95,24 @@ def test_commands_of_the_figures_exist_with_their_options():
         given = set(re.findall(r"(?<!\S)--[a-z][\w-]*", re.sub(r"'[^']*'", "", command)))
         assert given <= known or "ablation" in command, command  # that of the ablation has a parser of its own
     assert len(commands) > 40
+
+
+# ---- the site ----
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "quickstart.html").read_text()
+    assert page.count("needs a cluster") > 4  # marks are shown
+    assert (tmp_path / "chart.html").exists()
+    assert 'href="chart.html' in page
+
+
+def test_pages_load_nothing_from_elsewhere() -> None:
+    theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
+    assert theme["font"] is False
+    for picture in (ROOT / "docs").rglob("*.svg"):
+        assert "url(http" not in picture.read_text(), picture.name

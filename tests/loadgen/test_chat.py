@@ -12,17 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_server import DONE, Answer, Asked, call, chunk, models, stub_server, usage
 
-from holdfast.loadgen.chat import (
-    ChatClient,
-    EventLines,
-    Exchange,
-    Failure,
-    Gathered,
-    Kind,
-    MalformedError,
-    ReportedError,
-    streamed,
-)
+from holdfast.loadgen import chat
+from holdfast.loadgen.chat import ChatClient, EventLines, Exchange, Failure, Gathered, Kind, streamed
 from holdfast.loadgen.conversation import Said, WrittenCall
 from holdfast.replicas.errors import UnavailableError
 
@@ -80,7 +71,7 @@ def test_unknown_counts_and_stages_are_none() -> None:
     [b"data: {\n\n", b"data: 7\n\n", b"data: [1]\n\n", b"<html>\n\n", b"data: \xff\n\n", b'data: {"choices": 3}\n\n'],
 )
 def test_anything_but_a_stream_of_chunks_is_malformed(stream: bytes) -> None:
-    with pytest.raises(MalformedError):
+    with pytest.raises(chat.MalformedError):
         gather([stream])
 
 
@@ -88,7 +79,7 @@ def test_anything_but_a_stream_of_chunks_is_malformed(stream: bytes) -> None:
 def test_no_bytes_raise_anything_else(noise: bytes) -> None:
     try:
         gather([noise])
-    except (MalformedError, ReportedError):
+    except (chat.MalformedError, chat.ReportedError):
         return
 
 

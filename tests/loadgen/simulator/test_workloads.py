@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 
 from holdfast.loadgen.program import Program
-from holdfast.loadgen.simulator.workloads import (
-    CONTEXT,
-    CROWD_CONTEXT,
-    CROWDS,
-    KINDS,
-    MAX_TOKENS,
-    Crowd,
-    Workload,
-    agents,
-    tokens_of,
-)
+from holdfast.loadgen.simulator import workloads
+from holdfast.loadgen.simulator.workloads import CROWDS, KINDS, MAX_TOKENS, Crowd, Workload, agents, tokens_of
 from holdfast.replicas.errors import ConfigError
 
 SCALES = {"coding": 0.1}  # real sessions are longer than a context of the simulator
@@ -100,7 +91,7 @@ def test_texts_share_the_system_prompt_and_no_more() -> None:
 
 
 def test_wrong_sizes() -> None:
-    for wrong in ({"kind": "poetry"}, {"programs": 0}, {"rate": 0.0}, {"context": CONTEXT + 1}):
+    for wrong in ({"kind": "poetry"}, {"programs": 0}, {"rate": 0.0}, {"context": workloads.CONTEXT + 1}):
         with pytest.raises(ConfigError):
             Workload(**{"kind": "swe", "programs": 1, "rate": 1.0} | wrong)
         if "context" not in wrong:
@@ -122,7 +113,7 @@ def test_a_seed_says_all_of_a_crowd_and_programs_fit(kind: str) -> None:
     assert all(one.arrived <= other.arrived for one, other in pairwise(programs))
     everybody = programs + children(programs)
     assert len({program.id for program in everybody}) == len(everybody)
-    assert all(program.length - program.turns[-1].reply + MAX_TOKENS <= CROWD_CONTEXT for program in everybody)
+    assert all(each.length - each.turns[-1].reply + MAX_TOKENS <= workloads.CROWD_CONTEXT for each in everybody)
 
 
 def test_preambles_are_shared_by_their_rank() -> None:

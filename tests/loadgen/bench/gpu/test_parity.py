@@ -12,24 +12,7 @@ from hypothesis import strategies as st
 from holdfast.loadgen.bench.gpu import parity
 from holdfast.loadgen.bench.gpu.__main__ import main
 from holdfast.loadgen.bench.gpu.accounting import CountingRunner
-from holdfast.loadgen.bench.gpu.parity import (
-    NEAR,
-    ROUNDED,
-    Counters,
-    Expected,
-    Parity,
-    ParityError,
-    ParitySizes,
-    Reply,
-    Setting,
-    apart,
-    compared,
-    difference,
-    full_parity,
-    make_prompts,
-    settings,
-    small_parity,
-)
+from holdfast.loadgen.bench.gpu.parity import NEAR, Counters, Expected, ParityError, ParitySizes, Reply, Setting
 from holdfast.loadgen.bench.parts import Deadline
 from holdfast.replicas.model import startup
 from holdfast.replicas.plan import Landed, StepOutput
@@ -38,8 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes
 
 NOTHING = Counters(*(0 for _ in fields(Counters)))
 SIZES = ParitySizes("cpu", prompts=6, turns=3, longest=120, new=12, chunk=32, abreast=3, dtypes=("float32",))
-PROMPTS = make_prompts(SIZES)
-ALL = {each.name: each for each in settings(SIZES, PROMPTS)}
+PROMPTS = parity.make_prompts(SIZES)
+ALL = {each.name: each for each in parity.settings(SIZES, PROMPTS)}
 
 
 @st.composite
@@ -59,30 +42,30 @@ def logprobs(expected: Expected) -> list[float]:
 @given(expectations(), st.data())
 def test_a_reply_differs_where_its_first_other_token_stands_whatever_follows(expected, data):
     same = Reply(0, expected.tokens, tuple(logprobs(expected)))
-    assert difference(same, expected) is None
-    assert apart(same, expected) < 1e-9
+    assert parity.difference(same, expected) is None
+    assert parity.apart(same, expected) < 1e-9
     n, vocabulary = expected.logits.shape
     at = data.draw(st.integers(0, n - 1))
     ours = expected.tokens.copy()
     ours[at:] = data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=n - at, max_size=n - at))
     assume(ours[at] != expected.tokens[at])
-    found = difference(Reply(3, ours), expected)
+    found = parity.difference(Reply(3, ours), expected)
     assert (found.at, found.ours, found.theirs) == (at, ours[at], expected.tokens[at])
     assert found.gap == pytest.approx(expected.logits[at].max() - expected.logits[at, ours[at]])
     assert found.share == pytest.approx(found.gap / (expected.logits[at].max() - expected.logits[at].min()))
     # Log probabilities of the tokens after it are of another text.
-    assert apart(Reply(0, ours, (*logprobs(expected)[:at], *[-9.0] * (n - at))), expected) < 1e-9
+    assert parity.apart(Reply(0, ours, (*logprobs(expected)[:at], *[-9.0] * (n - at))), expected) < 1e-9
     with pytest.raises(ParityError, match=f"{n + 1} tokens, and {n}"):
-        difference(Reply(0, np.append(ours, 0)), expected)
+        parity.difference(Reply(0, np.append(ours, 0)), expected)
 
 
-@given(expectations(), st.floats(2 * ROUNDED, 1.0))
+@given(expectations(), st.floats(2 * parity.ROUNDED, 1.0))
 def test_log_probabilities_that_are_off_are_seen(expected, share):
     values = logprobs(expected)
     values[-1] -= share * expected.spread(len(values) - 1)
-    assert apart(Reply(0, expected.tokens, tuple(values)), expected) == pytest.approx(share)
+    assert parity.apart(Reply(0, expected.tokens, tuple(values)), expected) == pytest.approx(share)
     values[0] = float("nan")
-    assert np.isnan(apart(Reply(0, expected.tokens, tuple(values)), expected))
+    assert np.isnan(parity.apart(Reply(0, expected.tokens, tuple(values)), expected))
 
 
 def tied(gap: float) -> Expected:
@@ -97,7 +80,7 @@ def tied(gap: float) -> Expected:
 )
 def test_only_what_transformers_cannot_tell_apart_may_be_another_token(gap, faults):
     replies = [Reply(i, np.array(tokens, np.int32)) for i, tokens in enumerate(([0, 0], [0, 1], [0, 1]))]
-    figures, found = compared(Setting("any"), replies, [tied(gap), tied(gap), tied(2 * NEAR)], NOTHING)
+    figures, found = parity.compared(Setting("any"), replies, [tied(gap), tied(gap), tied(2 * NEAR)], NOTHING)
     assert found == faults
     assert (figures["asked"], figures["same"], figures["agreed"]) == (3, 1, 1)
     assert figures["gap"] == pytest.approx(gap, rel=1e-2, nan_ok=True)
@@ -107,19 +90,20 @@ def test_only_what_transformers_cannot_tell_apart_may_be_another_token(gap, faul
 def test_a_mechanism_that_stood_still_proves_nothing():
     replies, expected = [Reply(0, np.array([0, 0], np.int32))], [tied(1.0)]
     for counter in (each.name for each in fields(Counters)):
-        figures, faults = compared(Setting("any", (counter,)), replies, expected, NOTHING)
+        figures, faults = parity.compared(Setting("any", (counter,)), replies, expected, NOTHING)
         assert faults == [f"nothing {counter}"]
         assert (figures["idle"], figures[counter]) == (counter, 0)
-        figures, faults = compared(Setting("any", (counter,)), replies, expected, replace(NOTHING, **{counter: 1}))
+        worked = replace(NOTHING, **{counter: 1})
+        figures, faults = parity.compared(Setting("any", (counter,)), replies, expected, worked)
         assert faults == []
         assert "idle" not in figures
 
 
-def ready(dtype: str) -> Parity:
+def ready(dtype: str) -> parity.Parity:
     """Over the kernels for a CPU, which are faster than the interpreter; no graphs there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(parity, "interpreted", lambda loaded: loaded)
-        made = Parity(SIZES, PROMPTS, dtype)
+        made = parity.Parity(SIZES, PROMPTS, dtype)
         made.reference()
         made.load()
     return made
@@ -187,7 +171,7 @@ def test_an_engine_that_says_something_else_is_wrong_in_float32_and_reported_in_
 
 def test_the_command_runs_it_in_graphs_that_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "plans_to_compare", lambda config: [])  # test_main has some
-    tiny = replace(small_parity(), settings=("graphs",), prompts=1, abreast=1, longest=20, new=3)
+    tiny = replace(parity.small_parity(), settings=("graphs",), prompts=1, abreast=1, longest=20, new=3)
     monkeypatch.setattr(parity, "small_parity", lambda: tiny)
     file = tmp_path / "gpu.json"
     assert main(["--json", str(file), "--only", "parity"]) == 0
@@ -214,14 +198,14 @@ def test_the_command_fails_where_float32_is_wrong_and_goes_on(tmp_path, monkeypa
 
 
 def test_the_full_size_is_what_is_wanted_and_fits():
-    full = full_parity()
-    prompts = make_prompts(full)
+    full = parity.full_parity()
+    prompts = parity.make_prompts(full)
     lengths = [len(prompt) for prompt in prompts]
     assert (full.prompts, full.new, full.dtypes) == (32, 64, ("float32", "bfloat16"))
     assert min(lengths) < 500
     assert 1450 < max(lengths) <= full.longest == 1500
     assert len({prompt.tobytes() for prompt in prompts}) == 32
-    by_name = {each.name: each for each in settings(full, prompts)}
+    by_name = {each.name: each for each in parity.settings(full, prompts)}
     few = by_name["preemption"].changes["cells"]
     assert max(lengths) + full.new + 32 <= few < sum(lengths) / 3
     assert sum(lengths) + 32 * full.new < full.host_cells

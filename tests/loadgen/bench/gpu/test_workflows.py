@@ -57,9 +57,7 @@ def test_conversations_follow_from_the_seed_and_grow_by_what_is_on_record(stage)
             known = np.concatenate((before.prompt, before.reply))
             assert np.array_equal(after.prompt[: len(known)], known)
     assert not np.array_equal(programs[0].exchanges[0].prompt, programs[1].exchanges[0].prompt)
-    full = full_turns()
-    assert (full.turns, full.rows) == ((6, 35), (1, 32))
-    assert full.most_tokens + 16 <= 8192  # of Pocket's context
+    assert full_turns().most_tokens + 16 <= 8192  # of Pocket's context
 
 
 def test_turns_stop_where_the_time_is_over_and_say_so(stage):

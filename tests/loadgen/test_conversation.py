@@ -115,12 +115,9 @@ def test_the_system_prompt_changes_with_the_turn_and_stays_one_message() -> None
 
 
 def test_the_digest_does_not_see_the_ids_of_calls() -> None:
-    answers = (
-        called(call_id="x"),
-        called(call_id="y", arguments='{ "path":"a.py"}'),
-        called(arguments='{"path": "c.py"}'),
-    )
-    one, same, other = (digest(following(BEGUN, said).messages, SCRIPT.tools) for said in answers)
+    answers = (("x", '{"path": "a.py"}'), ("y", '{ "path":"a.py"}'), ("z", '{"path": "c.py"}'))
+    talks = [following(BEGUN, called("read_file", *answer)) for answer in answers]
+    one, same, other = (digest(talk.messages, SCRIPT.tools) for talk in talks)
     assert one == same != other
 
 

@@ -24,8 +24,8 @@ def test_a_schedule_is_kept_and_what_is_measured_is_what_the_stub_took() -> None
     assert min(kept.beyond) >= 0
     took = [row.ended - row.started for row in kept.rows]
     # A busy machine delays some; what the generator itself adds is in all of them.
-    assert min(kept.beyond) < min(took) / 10
-    assert min(row.first_token - row.started - row.prefill for row in kept.rows) < min(took) / 10
+    assert min(kept.beyond) < min(took) / 100
+    assert min(row.first_token - row.started - row.prefill for row in kept.rows) < min(took) / 100
     assert {(row.output_tokens, len(row.answer["text"].split())) for row in kept.rows} == {(4, 4)}
 
 

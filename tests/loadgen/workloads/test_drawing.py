@@ -84,9 +84,8 @@ def test_sizes_size() -> None:
     assert [len(wave) for wave in drawn("burst").waves] == [8] * 5
     assert [len(wave) for wave in drawn("burst", burst=3, bursts=2).waves] == [3, 3]
     assert [len(wave) for wave in drawn("concurrency", programs=4).waves] == [4]
-    assert (
-        sum(bool(turn.output.answer.get("tool_calls")) for turn in drawn("bugfix", chain=5).programs[0].turns[:6]) == 5
-    )
+    answers = [turn.output.answer for turn in drawn("bugfix", chain=5).programs[0].turns[:6]]
+    assert sum(bool(answer.get("tool_calls")) for answer in answers) == 5
     assert len(drawn("arrivals", jobs=7).due) == 7
     for wrong in ({"burst": 0}, {"rate": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):

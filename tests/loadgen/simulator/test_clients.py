@@ -95,12 +95,12 @@ def test_tokens_of_no_two_pieces_meet() -> None:
 
 # ---- deadlines ----
 
-SIZES = {"seconds": 20.0, "deadline": 10.0, "prompt": 1500, "reply": 60, "sequences": 16, "batch": 0.0}
+SIZES = {"seconds": 40.0, "deadline": 10.0, "prompt": 1500, "reply": 60, "sequences": 16, "batch": 0.0}
 SMALL = Namespace(profile="8b-a100", cells=None, **SIZES)
 
 
 def test_goodput_holds_at_three_times_the_capacity_where_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "WARM_S", 15.0)
+    monkeypatch.setattr(scenarios, "WARM_S", 30.0)
     most, cases = capacity(SMALL, 0), product((1.0, 3.0), (True, False))
     runs = {(load, told): scenarios._deadlines(SMALL, load * most, 0, aware=told) for load, told in cases}
     goodput = {key: ends.in_time.total() for key, ends in runs.items()}

@@ -103,20 +103,20 @@ def attention_work(
     for shared in groups:
         low[shared.members] = shared.cells
     high = starts + lengths
-    narrow: list[Ints] = [firsts, lengths, rows, low, high, _part_sizes(high if invariant else high - low)]
+    cut = np.array((firsts, lengths, rows, low, high, _part_sizes(high if invariant else high - low)))
+    count = len(starts) - len(long)
     if long:
-        is_narrow = np.ones(len(lengths), np.bool_)
+        is_narrow = np.ones(len(starts), np.bool_)
         is_narrow[long] = False
-        narrow = [each[is_narrow] for each in narrow]
-    most = int(narrow[COUNT].max(initial=1))
-    items, narrow_merges, partials = _narrow_items(narrow, bool(groups))
-    wide: list[tuple[int, ...]] = []
-    merges = [narrow_merges]
-    for chunk in long:
-        shape = (int(firsts[chunk]), int(lengths[chunk]), int(rows[chunk]), int(starts[chunk]))
-        partials = _wide_items(shape, group, kv_heads, window, partials, wide, merges, whole=invariant)
+        blocks = _blocks(cut.take(long, axis=1).T.tolist(), group, kv_heads, window, whole=invariant)
+        cut = np.concatenate((cut.compress(is_narrow, axis=1), np.array(blocks, np.int32).T), axis=1)
+    items, merges, partials, n_narrow = _items(cut, count, bool(groups))
+    narrow, wide = items[:n_narrow], items[n_narrow:]
     order = [tokens]
     entries = len(tokens)
+    if groups:
+        place = np.empty(entries, np.int32)
+        place[merges[:, 0]] = np.arange(len(merges))
     for shared in groups:
         members = np.array(shared.members)
         sizes = lengths[members]
@@ -124,19 +124,23 @@ def attention_work(
         own += tokens[: len(own)]
         row = batch.rows[shared.members[0]]
         programs = max(1, PROGRAMS // (-(-len(own) * group // WIDE_ROWS) * kv_heads))
-        partials = _shared_items(shared, row, own, entries, group, programs, partials, wide, narrow_merges)
+        more, cuts = _shared_items(shared, row, len(own), entries, group, programs, partials)
+        wide = np.concatenate((wide, more))
+        merges[place[own], 4] = np.arange(partials, partials + len(own))
+        merges[place[own], 5:] = len(own), cuts
+        partials += cuts * len(own)
         order.append(own)
         entries += len(own)
-    blocks = np.array(wide, np.int32).reshape(-1, 6)
-    if wide:
-        blocks = blocks[np.argsort(blocks[:, LOW] - blocks[:, HIGH], kind="stable")]
+    if len(wide):
+        wide = wide.take((wide[:, LOW] - wide[:, HIGH]).argsort(kind="stable"), axis=0)
+    most = max(cut[COUNT, :count].tolist(), default=1)
     return AttentionWork(
         window=window,
-        narrow=items,
-        wide=blocks,
+        narrow=narrow,
+        wide=wide,
         narrow_rows=max(16, 1 << (most * group - 1).bit_length()),
-        order=np.concatenate(order),
-        merges=np.concatenate(merges),
+        order=np.concatenate(order) if groups else tokens,
+        merges=merges,
         partials=partials,
         positions=(starts - firsts).repeat(lengths) + tokens,
     )
@@ -182,11 +186,11 @@ def _part_sizes(positions: Ints) -> Ints:
     return sizes
 
 
-def _narrow_items(chunks: list[Ints], continued: bool) -> tuple[Ints, Ints, int]:
-    """Items of the narrow chunks, the merges of their partial results, and the number of these.
+def _items(chunks: Ints, count: int, continued: bool) -> tuple[Ints, Ints, int, int]:
+    """Items of chunks, the merges of their partial results, the number of these, and the items of the first `count`.
 
-    `chunks`: first tokens, tokens, rows, low, high, and the length of their parts, which end at multiples of it. A
-    chunk of one part that does not continue a shared prefix writes its output directly. `continued`: chunks whose low
+    `chunks` [6, n]: first tokens, tokens, rows, low, high, and the length of their parts, which end at multiples of it.
+    A chunk of one part that does not continue a shared prefix writes its output directly. `continued`: chunks whose low
     is not 0 continue one.
     """
     firsts, lengths, rows, low, high, size = chunks
@@ -206,11 +210,11 @@ def _narrow_items(chunks: list[Ints], continued: bool) -> tuple[Ints, Ints, int]
     items[:, SLOT] += number * items[:, COUNT]
     items[begin, LOW] = low
     items[begin + parts - 1, HIGH] = high
-    partials = sum(kept.tolist())
-    if np.count_nonzero(merged) < len(merged):
+    partials, of_first = sum(kept.tolist()), sum(parts[:count].tolist())
+    if not merged.all():
         items[begin[~merged], SLOT] = -1
         firsts, lengths, bases, parts = firsts[merged], lengths[merged], bases[merged], parts[merged]
-    return items, _merges(firsts, lengths, bases, parts), partials
+    return items, _merges(firsts, lengths, bases, parts), partials, of_first
 
 
 def _merges(firsts: Ints, lengths: Ints, bases: Ints, parts: Ints) -> Ints:
@@ -230,69 +234,43 @@ def _sums_before(values: Ints) -> Ints:
     return sums
 
 
-def _wide_items(
-    shape: tuple[int, int, int, int],
-    group: int,
-    kv_heads: int,
-    window: int,
-    partials: int,
-    wide: list[tuple[int, ...]],
-    merges: list[Ints],
-    whole: bool = False,
-) -> int:
-    """Items of one long chunk (first token, tokens, row, start), appended. Returns the number of partials so far.
+def _blocks(
+    chunks: list[list[int]], group: int, kv_heads: int, window: int, *, whole: bool
+) -> list[tuple[int, int, int, int, int, int]]:
+    """The blocks of long chunks, each with the columns of a chunk for `_items`.
 
     `whole`: in one part, whose tiles begin at multiples of `SPLIT`.
     """
-    first, length, row, start = shape
     block = max(1, WIDE_ROWS // group)
-    blocks = -(-length // block)
-    cuts = 1 if whole else max(1, min(PROGRAMS // (blocks * kv_heads), (start + length) // WIDE_SPLIT))
-    size = -(-(start + length) // cuts // SPLIT) * SPLIT
-    for at in range(0, length, block):
-        count = min(block, length - at)
-        low, high = max(0, start + at - window + 1) if window else 0, start + at + count
-        low = low // SPLIT * SPLIT if whole else low
-        edges = [low, high] if whole else [low, *range((low // size + 1) * size, high, size), high]
-        base = partials if len(edges) > 2 else -1
-        for part, (begin, end) in enumerate(pairwise(edges)):
-            slot = base + part * count if base >= 0 else -1
-            wide.append((first + at, count, row, begin, end, slot))
-        if base >= 0:
-            one = np.array([[first + at], [count], [base], [len(edges) - 1]], np.int32)
-            merges.append(_merges(one[0], one[1], one[2], one[3]))
-            partials += (len(edges) - 1) * count
-    return partials
+    blocks = []
+    for first, length, row, _, end, _ in chunks:
+        cuts = 1 if whole else max(1, min(PROGRAMS // (-(-length // block) * kv_heads), end // WIDE_SPLIT))
+        size = -(-end // cuts // SPLIT) * SPLIT
+        for at in range(0, length, block):
+            low, high = end - length + at, min(end - length + at + block, end)
+            count = high - low
+            low = max(0, low - window + 1) if window else 0
+            blocks.append((first + at, count, row, low // SPLIT * SPLIT if whole else low, high, size))
+    return blocks
 
 
 def _shared_items(
-    shared: _Shared,
-    row: int,
-    tokens: Ints,
-    entries: int,
-    group: int,
-    programs: int,
-    partials: int,
-    wide: list[tuple[int, ...]],
-    merges: Ints,
-) -> int:
-    """Items of a shared prefix, appended; adds the place of their results to its members' `merges`.
+    shared: _Shared, row: int, tokens: int, first: int, group: int, programs: int, partials: int
+) -> tuple[Ints, int]:
+    """Items of a shared prefix, and the number of its cuts. `partials`: where its partial results begin.
 
-    `tokens` are the members' tokens, which are the entries from `entries` on; `programs`: as many cuts fill the device.
-    Returns the number of partial results so far.
+    Its members have `tokens` tokens, which are the entries from `first` on; `programs`: as many cuts fill the device.
     """
     block = WIDE_ROWS // group
     cuts = max(1, min(programs, shared.cells // WIDE_SPLIT))
     size = -(-shared.cells // cuts // SPLIT) * SPLIT
     edges = [*range(0, shared.cells, size), shared.cells]
-    for part, (begin, end) in enumerate(pairwise(edges)):
-        for at in range(0, len(tokens), block):
-            count = min(block, len(tokens) - at)
-            wide.append((entries + at, count, row, begin, end, partials + part * len(tokens) + at))
-    place = np.searchsorted(merges[:, 0], tokens)  # the merges of narrow chunks are in the order of tokens
-    merges[place, 4] = np.arange(partials, partials + len(tokens))
-    merges[place, 5:] = len(tokens), len(edges) - 1
-    return partials + (len(edges) - 1) * len(tokens)
+    items = [
+        (first + at, min(block, tokens - at), row, begin, end, partials + part * tokens + at)
+        for part, (begin, end) in enumerate(pairwise(edges))
+        for at in range(0, tokens, block)
+    ]
+    return np.array(items, np.int32), len(edges) - 1
 
 
 def _shared_prefixes(batch: PagedBatch, few: int) -> list[_Shared]:

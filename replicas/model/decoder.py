@@ -64,7 +64,7 @@ Rotary: TypeAlias = tuple[Tensor, Tensor]
 Smooth: TypeAlias = Callable[["DecoderWeights", "Description", Mapping[str | None, Rotary]], "DecoderWeights"]
 
 
-_FEW = 8  # pages of a row write that are looked at one by one, which is faster for so many
+LONG = 256  # pages of a row write that is applied, and copied to the device, by itself
 
 
 class PageTable:
@@ -108,34 +108,42 @@ class PageTable:
 
     def write(self, write: RowWrite) -> None:
         """Apply one row write. Raises IndexError when it reaches outside the table or names an unknown page."""
-        self.note(write)
+        self.note((write,))
         if self.tensor.device.type != "cpu":
             end = write.first + len(write.pages)
             pages = torch.from_numpy(np.ascontiguousarray(write.pages))
             self.tensor[self.row(write.row, write.kind), write.first : end] = pages.to(self.device)
 
-    def note(self, write: RowWrite) -> None:
-        """The host's part of a row write. The caller applies the device's part, in the same order."""
-        rows, slots = self._rows, self._host.shape[1]
-        first, end = write.first, write.first + len(write.pages)
-        if not (0 <= write.row < rows and first >= 0 and end <= slots):
-            raise IndexError(f"pages {first} to {end} of row {write.row} lie outside a table of {rows} x {slots}")
-        pages = self._pages[write.kind]
-        values = write.pages.tolist() if end - first <= _FEW else [write.pages.min(), write.pages.max()]
-        if values and not (min(values) >= 0 and max(values) < pages):
-            raise IndexError(f"row {write.row} names a page outside the {pages} there are")
-        runs = self.runs[write.row]
-        if write.kind == 0 and first > runs.extent:
-            raise IndexError(f"row {write.row} is written from page {first} on but ends at {runs.extent}")
-        row = self._host[self.row(write.row, write.kind)]
-        row[first:end] = write.pages
-        if write.kind == 0:
-            runs.replace_tail(first, row[first : max(end, runs.extent)])
+    def note(self, writes: Sequence[RowWrite]) -> tuple[list[int], list[int]]:
+        """The host's part of row writes. The caller applies the device's part, in the same order.
+
+        Returns places in the flat table and the pages that go there, except those of writes of `LONG` pages and more.
+        """
+        rows, slots, places, values = self._rows, self._host.shape[1], list[int](), list[int]()
+        for write in writes:
+            pages, first = write.pages, write.first
+            end = first + len(pages)
+            if not (0 <= write.row < rows and first >= 0 and end <= slots):
+                raise IndexError(f"pages {first} to {end} of row {write.row} lie outside a table of {rows} x {slots}")
+            short, most = end - first < LONG, self._pages[write.kind]
+            ids = pages.tolist() if short else [int(pages.min()), int(pages.max())]
+            if ids and not (min(ids) >= 0 and max(ids) < most):
+                raise IndexError(f"row {write.row} names a page outside the {most} there are")
+            runs, row = self.runs[write.row], self.row(write.row, write.kind)
+            if write.kind == 0 and first > runs.extent:
+                raise IndexError(f"row {write.row} is written from page {first} on but ends at {runs.extent}")
+            self._host[row, first:end] = pages
+            if write.kind == 0:
+                runs.replace_tail(first, pages if end >= runs.extent else self._host[row, first : runs.extent])
+            if short:
+                places += range(row * slots + first, row * slots + end)
+                values += ids
+        return places, values
 
     def cells(self, rows: Int64s, positions: Int64s, kind: int = 0) -> Int64s:
         """The cell of each (row, position) in the store of a kind."""
-        slots, inside = np.divmod(positions, self.page_size)
-        cells: Int64s = self._host[self.row(0, kind) + rows, slots].astype(np.int64) * self.page_size + inside
+        slots = positions // self.page_size
+        cells: Int64s = (self._host[self.row(0, kind) + rows, slots] - slots) * self.page_size + positions
         return cells
 
 
@@ -159,7 +167,7 @@ class ForwardBatch:
 class BatchLayout:
     """A forward's tokens on the host. token_ids, positions, drawn [R] and the `cells` [T] of each kind are int64.
 
-    `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk; `decodes`: see `Chunk`.
+    `rows`, `starts`, `lengths`, `draws`: page table row, first position, tokens and drawn positions of each chunk.
     `states`: the fields of a `StateBatch`; none of a model without linear layers.
     """
 
@@ -170,7 +178,7 @@ class BatchLayout:
     rows: list[int]
     starts: list[int]
     lengths: list[int]
-    decodes: list[bool]
+    draws: list[int]
     states: tuple[Int32s, ...] = ()
 
     @property
@@ -193,11 +201,12 @@ class BatchLayout:
         planned needs none.
         """
         where, pages = (self.starts, self.lengths), []
+        decodes = [drawn == length for drawn, length in zip(self.draws, self.lengths, strict=True)]
         for kind in table.kinds:
             rows = [table.row(row, kind) for row in self.rows]
             runs = [table.runs[row] for row in self.rows] if kind == 0 else []
             of_kind = cells[kind] if cells else table.tensor
-            pages.append(PagedBatch(table.page_size, table.tensor, rows, *where, of_kind, runs, decodes=self.decodes))
+            pages.append(PagedBatch(table.page_size, table.tensor, rows, *where, of_kind, runs, decodes=decodes))
         return tuple(pages)
 
 
@@ -206,24 +215,18 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
     starts = [chunk.start for chunk in chunks]
     lengths = [len(chunk.tokens) for chunk in chunks]
     rows = [chunk.row for chunk in chunks]
-    ends = np.cumsum(lengths)
+    draws = [0 if (draw := chunk.draw) is None else draw.drafts + 1 for chunk in chunks]
+    counts = np.array(lengths)
+    ends = counts.cumsum()
     # Position of token t: its chunk's start plus its distance from its chunk's first token.
-    offsets: Int64s = np.array(starts, dtype=np.int64) - ends + lengths
-    positions = np.arange(int(ends[-1])) + np.repeat(offsets, lengths)
-    of_each = np.repeat(rows, lengths)
+    tokens = np.arange(int(ends[-1]))
+    positions = (starts - ends + counts).repeat(counts) + tokens
+    of_each = np.array(rows).repeat(counts)
     cells = tuple(table.cells(of_each, positions, kind) for kind in table.kinds)
-    decodes = [chunk.decodes for chunk in chunks]
-    drawn = np.arange(len(positions))
-    if not all(decodes):
-        indices = [
-            index
-            for end, chunk in zip(ends.tolist(), chunks, strict=True)
-            if chunk.draw is not None
-            for index in range(end - chunk.draw.drafts - 1, end)  # the last token's output, and those before its drafts
-        ]
-        drawn = np.array(indices, dtype=np.int64)
-    tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
-    return BatchLayout(tokens, positions, drawn, cells, rows, starts, lengths, decodes, _states(chunks, ends))
+    # The last token's output is drawn from, and those before its drafts.
+    drawn = tokens if draws == lengths else tokens[(ends.repeat(counts) - tokens) <= np.repeat(draws, counts)]
+    token_ids = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
+    return BatchLayout(token_ids, positions, drawn, cells, rows, starts, lengths, draws, _states(chunks, ends))
 
 
 def following_tokens(chunks: Sequence[Chunk], drawn: Sequence[Drawn | None] = ()) -> Int64s:

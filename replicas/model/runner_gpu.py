@@ -19,6 +19,7 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler
 from holdfast.replicas.model.decoder import (
+    LONG,
     STEP_ERRORS,
     AttentionShape,
     BatchLayout,
@@ -32,10 +33,8 @@ from holdfast.replicas.model.decoder import (
 )
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, StepOutput, StepPlan
 from holdfast.replicas.types import record
-
-_LONG = 256  # a row write of so many pages is a copy of its own
 
 
 class GpuRunner(ModelRunner):
@@ -85,8 +84,6 @@ class GpuRunner(ModelRunner):
         if host is not None:
             host.load(plan.loads, plan.checkpoint_loads)  # while the forward runs: nothing in this step reads them
         if not plan.chunks:
-            for write in plan.writes:
-                self.table.note(write)
             beside = _Updates(self.table, plan, before)
             beside.apply(None, self._sender.send(beside.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
@@ -194,13 +191,13 @@ def lay_out_step(
     before: "_Before | None" = None,
 ) -> StepInputs:
     """The host's part of a step with chunks, up to the copy to the device. Notes its row writes in the table."""
-    for write in plan.writes:
-        table.note(write)
-    draws = any(chunk.draw is not None for chunk in plan.chunks)
-    settings = sampler.settings(plan.chunks, vocabulary) if draws else None
+    beside = _Updates(table, plan, before)
     layout = lay_out(plan.chunks, table)
+    settings = None
+    if len(layout.drawn):
+        settings = sampler.settings(plan.chunks, vocabulary, layout.token_ids[layout.drawn])
     works = plan_attention(attention, layout.paged(table))
-    return StepInputs(layout, works, _Updates(table, plan, before), settings)
+    return StepInputs(layout, works, beside, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +262,17 @@ def _first_rows(chunks: Sequence[Chunk]) -> dict[int, int]:
 class _Updates:
     """Data that crosses to the device besides the forward's inputs: row writes, and tokens of the step before.
 
+    Notes the writes in the table, from which the step is laid out.
+
     `arrays`: the pages of long row writes, one array each; slots [n] int64 of the table and pages [n] int32 of the
     short ones; tokens [n] int64 of this step and the rows [n] int64 of the draws before that they are.
     """
 
     def __init__(self, table: PageTable, plan: StepPlan, before: _Before | None) -> None:
         self._table, self._before = table, before
-        self._long = [write for write in plan.writes if len(write.pages) >= _LONG]
-        self._short = _scattered([write for write in plan.writes if len(write.pages) < _LONG], table)
+        places, pages = table.note(plan.writes)
+        self._long = [write for write in plan.writes if len(write.pages) >= LONG]
+        self._short = (np.array(places, np.int64), np.array(pages, np.int32)) if places else ()
         self._follow = _following(plan.chunks, before) if before is not None else ()
         self.arrays: list[Array] = [*(write.pages for write in self._long), *self._short, *self._follow]
 
@@ -294,17 +294,6 @@ class _Updates:
             assert self._before is not None
             token_ids.index_copy_(0, at, self._before.drawn.index_select(0, rows).long())
         return rest
-
-
-def _scattered(writes: Sequence[RowWrite], table: PageTable) -> tuple[Array, ...]:
-    """Places in a flat table, and the pages that go there; nothing without writes."""
-    if not writes:
-        return ()
-    slots, index = table.tensor.shape[1], list[int]()
-    for write in writes:
-        at = table.row(write.row, write.kind) * slots + write.first
-        index += range(at, at + len(write.pages))
-    return np.array(index, np.int64), np.concatenate([write.pages for write in writes], dtype=np.int32)
 
 
 def _following(chunks: Sequence[Chunk], before: _Before) -> tuple[Array, ...]:

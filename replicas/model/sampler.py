@@ -14,7 +14,8 @@ rows after it. Masks of constrained sequences are packed 32 tokens to a word and
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -346,15 +347,13 @@ class Settings:
         return (keys,)
 
 
-def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
-    """The settings of the chunks of a step, at least one of which draws."""
+def settings(chunks: Sequence[Chunk], vocabulary: int, tokens: npt.NDArray[np.integer[Any]]) -> Settings:
+    """The settings of the chunks of a step, at least one of which draws. `tokens` [R]: the one before each row."""
     rows = group_rows(chunks, vocabulary)
-    drawn = [chunk.tokens[-chunk.draw.drafts - 1 :] for chunk in chunks if chunk.draw is not None]
-    first = np.zeros(len(drawn) + 1, np.int32)
-    np.cumsum([len(tokens) for tokens in drawn], out=first[1:])
-    size = int(first[-1])
-    drafts = np.zeros(size, np.int32)
-    drafts[:-1] = np.concatenate(drawn)[1:]  # in the row of the token before it
+    first = np.array([0, *accumulate([draw.drafts + 1 for chunk in chunks if (draw := chunk.draw)])], np.int32)
+    size = len(tokens)
+    drafts = np.empty(size, np.int32)
+    drafts[:-1] = tokens[1:]  # in the row of the token before it
     drafts[first[1:] - 1] = 0  # no draft follows the last one
     arrays: list[Array] = [first, drafts]
 

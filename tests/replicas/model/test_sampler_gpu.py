@@ -47,7 +47,8 @@ class Only:
 
 
 def on_gpu(logits, chunks):
-    asked = sampler.settings(chunks, logits.shape[1])
+    drawn = [chunk.tokens[-chunk.draw.drafts - 1 :] for chunk in chunks if chunk.draw is not None]
+    asked = sampler.settings(chunks, logits.shape[1], np.concatenate(drawn))
     views = Sender(logits.device).send(asked.arrays)
     draws = sampler.begin(logits, asked, views)
     if logits.is_cuda:
@@ -90,6 +91,6 @@ def test_a_cutoff_is_compared_with_what_it_was_found_in():
 
 
 def test_a_setting_that_no_array_holds_is_an_error_of_the_step():
-    draw = Draw(Sampling(temperature=1.0, top_k=2**40), 0)
+    tokens, draw = np.array([5], np.int32), Draw(Sampling(temperature=1.0, top_k=2**40), 0)
     with pytest.raises(STEP_ERRORS):
-        sampler.settings([Chunk(0, 0, np.array([5], np.int32), draw)], VOCABULARY)
+        sampler.settings([Chunk(0, 0, tokens, draw)], VOCABULARY, tokens)

@@ -46,6 +46,7 @@ from holdfast.replicas.requests import (
     Stop,
     Submit,
     Terminal,
+    Tokens,
 )
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
@@ -417,7 +418,7 @@ class Engine:
     def _flush(self, now: float) -> list[Event]:
         """Return the events. Forgets ended requests, and begins the next operations of their sessions."""
         for i, event in enumerate(self._events):  # grows in the loop
-            if isinstance(event, Terminal):
+            if not isinstance(event, Tokens) and isinstance(event, Terminal):
                 if (own := self._own.pop(event.request_id, None)) is None:
                     self.stats.ended[type(event).__name__.lower()] += 1
                 else:

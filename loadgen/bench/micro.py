@@ -294,17 +294,17 @@ class _Replay:
         for chunk in plan.chunks:
             if chunk.start == 0:
                 self._row_texts[chunk.row] = self._texts[int(chunk.tokens[0])]
-        drawn = [self._draw(chunk) for chunk in plan.chunks]
+        landed = Landed(StepOutput(tuple([self._draw(chunk) for chunk in plan.chunks])))
         self.apart_s += time.thread_time() - start
-        return Landed(StepOutput(tuple([None if tokens is None else Drawn(tokens) for tokens in drawn])))
+        return landed
 
-    def _draw(self, chunk: Chunk) -> tuple[int, ...] | None:
+    def _draw(self, chunk: Chunk) -> Drawn | None:
         if chunk.draw is None:
             return None
         drafts = chunk.tokens[len(chunk.tokens) - chunk.draw.drafts :].tolist()
         at = chunk.start + len(chunk.tokens) - len(drafts)
         following = self._row_texts[chunk.row][at : at + len(drafts) + 1]
-        return tuple(following[: common_prefix(drafts, following) + 1])
+        return Drawn(tuple(following[: common_prefix(drafts, following) + 1]))
 
 
 def host_ms(rows: int, steps: int = _STEPS) -> float:
@@ -325,7 +325,7 @@ def host_ms(rows: int, steps: int = _STEPS) -> float:
         overlap_steps="on",
     )
     runner = _Replay(texts, cells)
-    engine = Engine(config, runner, frozenset(), _VOCABULARY, _GPU_COST, stopwatch=time.thread_time)
+    engine = Engine(config, runner, frozenset(), _VOCABULARY, _GPU_COST)
     for i, text in enumerate(texts):
         engine.handle(Submit(f"r{i}", tokens=text[:_CONTEXT], sampling=Sampling(_CONTEXT), program_id=f"p{i}"), 0.0)
     costs, threads = list[float](), torch.get_num_threads()

@@ -96,7 +96,7 @@ class Holding:
     def covers(self, n_tokens: int) -> bool:
         """Whether its rows have pages up to that position."""
         end = self.n_pages
-        if isinstance(self.state, RunningWindow):
+        if self.state is not None and isinstance(self.state, RunningWindow):
             end = min(end, self.state.end)
         return n_tokens <= end * self.page_size
 

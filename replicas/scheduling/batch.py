@@ -119,18 +119,20 @@ class StepBuilder:
         """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
         start = sequence.n_computed + sequence.in_flight
         end = start + size
-        tokens = sequence.buffer[start:end]  # a view: they never change any more
-        if end > sequence.length:  # the step in flight draws the last one; the runner puts it there
+        buffer, length, awaited = sequence.buffer, sequence.length, sequence.awaited
+        tokens, draw, following = buffer[start:end], None, 0  # a view: they never change any more
+        if end > length:  # the step in flight draws the last one; the runner puts it there
             tokens = np.append(tokens[:-1], np.int32(0))
-        draw = None
-        if end == sequence.length + (sequence.awaited is not None) and end < len(sequence.buffer):
+        if end == length + (awaited is not None) and end < len(buffer):
             n_drafts = len(drafts)
             draw = sequence.draws.get(n_drafts) or _draw(sequence, drafts)
-            if n_drafts:
-                tokens = np.concatenate((tokens, drafts))
+            if n_drafts:  # they stand behind the sequence's tokens until this step's draws are written there
+                buffer[end : end + n_drafts] = drafts
+                tokens = buffer[start : end + n_drafts]
+        elif end < length:
+            following = int(buffer[end])
         assert sequence.row is not None, sequence.request_id
-        following = int(sequence.buffer[end]) if draw is None and end < sequence.length else 0
-        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited, following=following))
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, awaited, None, following))
         self.sequences.append(sequence)
 
     def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
@@ -340,8 +342,8 @@ class Running:
         """
         holding = sequence.holding
         assert holding is not None, sequence.request_id
-        first = holding.n_pages
         if not holding.covers(n_tokens):
+            first = holding.n_pages
             pages = self._cache.grow(holding, n_tokens, window=window)
             if pages is None:
                 return False

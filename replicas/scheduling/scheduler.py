@@ -480,13 +480,13 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
         """Count a chunk's tokens. Publish a prompt once it is complete, or before that if followers wait for it."""
-        end = chunk.start + len(chunk.tokens)
+        stats, end = self._stats, chunk.start + len(chunk.tokens)
         drafts = chunk.draw.drafts if chunk.draw else 0
         more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or tokens of further steps
         sequence.n_computed = end - drafts
         if drafts:
-            self._stats.drafted += drafts
-            self._stats.accepted += more
+            stats.drafted += drafts
+            stats.accepted += more
             sequence.drafted += drafts
             sequence.accepted += more
         if chunk.start < sequence.n_prompt:
@@ -496,10 +496,10 @@ class Scheduler:
                 self.terminator.events.append(Started(sequence.request_id, usage.prompt, usage.cached))
             sequence.prompt_work += computed
             if sequence.background:
-                self._stats.ahead_computed += computed
+                stats.ahead_computed += computed
             elif sequence.counted:
-                self._stats.prompt_computed += computed
-            count_own(self._stats, sequence, computed)
+                stats.prompt_computed += computed
+            count_own(stats, sequence, computed)
             # Not without reuse: the tree and the sequence would hold the same cells twice, without room for both.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
@@ -507,19 +507,22 @@ class Scheduler:
 
     def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
         """Append the drawn tokens. Returns why the sequence ends, if it does."""
-        matcher = sequence.matcher
+        stats, matcher, tokens, predicted = self._stats, sequence.matcher, drawn.tokens, drawn.predicted
         guarded = matcher is not None and not matcher.given_up
-        kept, reason = sequence.append(drawn.tokens, now)
+        kept, reason = sequence.append(tokens, now)
         n = len(kept)
         if guarded and matcher is not None and matcher.given_up:
-            self._stats.unguarded += 1
-        if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
+            stats.unguarded += 1
+        if n < len(tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
-            self._stats.refused += reason is None
+            stats.refused += reason is None
+            predicted = None
         if self.drafts.enabled:
-            self.drafts.learn(sequence, kept, drawn.predicted if n == len(drawn.tokens) else None)
-        self._stats.completion += n * sequence.counted
-        count_own(self._stats, sequence, n)
+            self.drafts.learn(sequence, kept, predicted)
+        if sequence.counted:
+            stats.completion += n
+        else:
+            count_own(stats, sequence, n)
         sequence.drawn += n
         if not n:
             return None

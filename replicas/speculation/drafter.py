@@ -176,7 +176,7 @@ class Drafter:
         with self._optional():
             self._table.learn()
             drafting, slots, limits, memories = [], [], [], []
-            states, memory = self._states, self._memory
+            states, find = self._states, self._memory.find
             for sequence in decoding:
                 limit, request_id = len(sequence.buffer) - sequence.length - 1, sequence.request_id  # as `_room` has it
                 state = states.get(request_id)
@@ -184,14 +184,14 @@ class Drafter:
                     drafting.append(request_id)
                     slots.append(state.slot)
                     limits.append(limit)
-                    memories.append(memory.find(state.scope))
+                    memories.append(find(state.scope))
             drafts = 0
             if drafting:
                 offers = self._table.draft(slots, limits, memories, _MEMORY_MATCH)
                 extra_s = self._times.extra_s(len(decoding)) if self._times is not None else 0.0
                 lengths = draft_lengths(offers.chances, offers.lengths, len(decoding), self._cost, extra_s)
                 drafts = sum(lengths)
-                self._stats.drafts_withheld += int(offers.lengths.sum()) - drafts
+                self._stats.drafts_withheld += sum(offers.lengths.tolist()) - drafts
                 rows = zip(drafting, offers.tokens, lengths, strict=True)
                 self._drafts = {request_id: tokens[:length] for request_id, tokens, length in rows if length}
             if decoding and not drafts:

@@ -1,4 +1,4 @@
-"""Builds what is not Python: `kernels/*_c.c`, for x86-64 on Linux; `ngrams_c.c` for any processor that has Linux.
+"""Builds what is not Python: `kernels/*_c.c`, for x86-64 on Linux; those of `PLAIN` for any processor that has Linux.
 
 Zig's C compiler, a wheel that is needed for nothing else, makes one library of each: the same file once for each kind
 of processor and each dtype. Where that fails the package is built without, says so, and torch computes.
@@ -52,7 +52,7 @@ LINEAR_STATE_VARIANTS = {
     for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
     for dtype, wide in (("float32", 1), ("bfloat16", 0))
 }
-NGRAMS_VARIANTS = {"ngrams": ("baseline", 1, _EXACT)}  # its functions have names of their own
+PLAIN = ("attention_plan", "ngrams")  # for any processor; their functions have names of their own
 HEADER = Path(__file__).resolve().parent / "kernels" / "lanes.h"  # what several of the files include
 GLIBC = "2.17"  # or later: as torch's own wheels
 CACHE = Path(__file__).resolve().parent / "build" / "zig-cache"  # the compiler's
@@ -108,7 +108,8 @@ class BuildKernel(build_ext):
             compile_kernel(Path(ext.sources[0]), target, Path(self.build_temp) / name, KERNELS[name])
         except (OSError, subprocess.CalledProcessError) as error:
             said = (getattr(error, "output", None) or "").strip()
-            instead = "nothing is drafted" if name == "ngrams" else f"{name} runs in torch, several times slower"
+            plain = {"ngrams": "nothing is drafted", "attention_plan": "attention on a GPU is planned in numpy, slower"}
+            instead = plain.get(name, f"{name} runs in torch, several times slower")
             self.warn(f"no {name} kernel for CPUs: {instead} ({error})\n{said}")
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -120,13 +121,13 @@ KERNELS = {
     "product": PRODUCT_VARIANTS,
     "layer": LAYER_VARIANTS,
     "linear_state": LINEAR_STATE_VARIANTS,
-    "ngrams": NGRAMS_VARIANTS,
+    **{name: {name: ("baseline", 1, _EXACT)} for name in PLAIN},
 }
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 EXTENSIONS = [
     Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], depends=[str(HEADER)], optional=True)
     for name in KERNELS
-    if HERE or (sys.platform == "linux" and name == "ngrams")
+    if HERE or (sys.platform == "linux" and name in PLAIN)
 ]
 
 if __name__ == "__main__":

@@ -15,23 +15,32 @@ The cut of a sequence depends on its own length, never on the rest of the batch,
 knows no device; `make_plan` copies its result to one, and `attention_gpu` launches it.
 """
 
+import ctypes
+import functools
+from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from holdfast.kernels import native
 from holdfast.kernels.kv import PagedBatch, sent_together
+
+LIBRARY = native.Library("attention_plan", plain=True)
 
 Ints = npt.NDArray[np.int32]
 
 SPLIT = 128  # positions of the shortest narrow part
 # The length of a sequence's parts by the sequence's own, both in SPLITs: 1 up to 16, 2 up to 64, 4 up to 128, then 8.
 _PARTS = np.repeat(np.array([1, 2, 4, 8], np.int32), [16, 48, 64, 1])
+_NO_RESULTS = (0,) * 8  # addresses, then counts
+_PARTS_AT: int = _PARTS.__array_interface__["data"][0]
 _CHANGES = (16 * SPLIT, 64 * SPLIT, 128 * SPLIT)  # from these positions on parts are longer
 NARROW_ROWS = 64  # query rows (tokens times the group's heads) up to which a chunk is narrow
 WIDE_ROWS = 128  # query rows of a wide or shared tile
@@ -41,7 +50,7 @@ SHARED = 512  # the fewest shared cells that are worth a tile of their own
 
 _NOWHERE = 1 << 31  # behind every page slot
 
-FIRST, COUNT, ROW, LOW, HIGH, SLOT = range(6)  # columns of an item
+LOW, HIGH = 3, 4  # columns of an item
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,41 +96,26 @@ def attention_work(
     on the cut of its prompt or drafts. Then no prefix is shared, and parts of prompts are neither narrow nor cut.
     """
     few = NARROW_ROWS // group  # the most tokens of a narrow chunk
-    chunks = (
-        _own_chunks(batch, few)
-        if invariant
-        else _Chunks(batch.rows, batch.starts, batch.lengths, [n for n, size in enumerate(batch.lengths) if size > few])
-    )
-    starts, lengths = np.array(chunks.starts, np.int32), np.array(chunks.lengths, np.int32)
-    rows, long = np.array(chunks.rows, np.int32), chunks.long
-    firsts = _sums_before(lengths)
-    tokens = np.arange(sum(batch.lengths), dtype=np.int32)
     groups = _shared_prefixes(batch, few) if cascade and not window and not invariant else []
-    low = np.maximum(starts - window + 1, 0) if window else np.zeros(len(starts), np.int32)
     if invariant:
-        low = low // SPLIT * SPLIT
-    for shared in groups:
-        low[shared.members] = shared.cells
-    high = starts + lengths
-    cut = np.array((firsts, lengths, rows, low, high, _part_sizes(high if invariant else high - low)))
-    count = len(starts) - len(long)
-    if long:
-        is_narrow = np.ones(len(starts), np.bool_)
-        is_narrow[long] = False
-        blocks = _blocks(cut.take(long, axis=1).T.tolist(), group, kv_heads, window, whole=invariant)
-        cut = np.concatenate((cut.compress(is_narrow, axis=1), np.array(blocks, np.int32).T), axis=1)
-    items, merges, partials, n_narrow = _items(cut, count, bool(groups))
-    narrow, wide = items[:n_narrow], items[n_narrow:]
+        chunks = _own_chunks(batch, few)
+    else:
+        long, cells = [length > few for length in batch.lengths], [0] * len(batch.lengths)
+        for shared in groups:
+            for chunk in shared.members:
+                cells[chunk] = shared.cells
+        chunks = _Chunks(batch.rows, batch.starts, batch.lengths, long, cells)
+    shape = Shape(max(1, WIDE_ROWS // group), SPLIT, WIDE_SPLIT, PROGRAMS // kv_heads, window, invariant)
+    cut = (cut_reference if LIBRARY.missing else _cut)(chunks, shape)
+    wide, merges, partials = cut.wide, cut.merges, cut.partials
+    tokens = np.arange(len(cut.positions), dtype=np.int32)
     order = [tokens]
     entries = len(tokens)
     if groups:
-        place = np.empty(entries, np.int32)
+        firsts, place = [0, *accumulate(batch.lengths)], np.empty(entries, np.int32)
         place[merges[:, 0]] = np.arange(len(merges))
     for shared in groups:
-        members = np.array(shared.members)
-        sizes = lengths[members]
-        own = (firsts[members] - _sums_before(sizes)).repeat(sizes)
-        own += tokens[: len(own)]
+        own = np.concatenate([tokens[firsts[chunk] : firsts[chunk + 1]] for chunk in shared.members])
         row = batch.rows[shared.members[0]]
         programs = max(1, PROGRAMS // (-(-len(own) * group // WIDE_ROWS) * kv_heads))
         more, cuts = _shared_items(shared, row, len(own), entries, group, programs, partials)
@@ -133,27 +127,52 @@ def attention_work(
         entries += len(own)
     if len(wide):
         wide = wide.take((wide[:, LOW] - wide[:, HIGH]).argsort(kind="stable"), axis=0)
-    most = max(cut[COUNT, :count].tolist(), default=1)
     return AttentionWork(
         window=window,
-        narrow=narrow,
+        narrow=cut.narrow,
         wide=wide,
-        narrow_rows=max(16, 1 << (most * group - 1).bit_length()),
+        narrow_rows=max(16, 1 << (cut.most * group - 1).bit_length()),
         order=np.concatenate(order) if groups else tokens,
         merges=merges,
         partials=partials,
-        positions=(starts - firsts).repeat(lengths) + tokens,
+        positions=cut.positions,
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Chunks:
-    """Page table rows, starts and lengths of a batch's chunks, and the indices of those that are not narrow."""
+    """Of a batch's chunks: page table rows, starts, lengths, whether each is long, and its cells in a shared prefix."""
 
     rows: Sequence[int]
     starts: Sequence[int]
     lengths: Sequence[int]
-    long: list[int]
+    long: list[bool]
+    shared: list[int]
+
+
+class Shape(NamedTuple):
+    """How chunks are cut: the tokens of a long one's block, the unit of narrow parts, the least positions of wide ones,
+    the blocks that fill the device, and the window (0: none). `whole`: a token is cut by its own position alone.
+    """
+
+    block: int
+    split: int
+    wide_split: int
+    programs: int
+    window: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Items and merges as in `AttentionWork`, without those of shared prefixes; the most tokens of a narrow chunk."""
+
+    narrow: Ints
+    wide: Ints
+    merges: Ints
+    partials: int
+    positions: Ints
+    most: int
 
 
 def _own_chunks(batch: PagedBatch, few: int) -> _Chunks:
@@ -161,97 +180,79 @@ def _own_chunks(batch: PagedBatch, few: int) -> _Chunks:
 
     Last tokens and their drafts are cut into pieces of up to `few` tokens with parts of the same length.
     """
-    rows: list[int] = []
-    starts: list[int] = []
-    lengths: list[int] = []
-    long: list[int] = []
+    chunks: list[tuple[int, int, int, bool, int]] = []
     decodes = batch.decodes or [length <= few for length in batch.lengths]
     for row, start, length, decoding in zip(batch.rows, batch.starts, batch.lengths, decodes, strict=True):
         end = start + length
         edges = [start, end]
         if decoding:
             edges = [start, *range(start + few, end, few), *(at for at in _CHANGES if start < at < end), end]
-        else:
-            long.append(len(rows))
-        for low, high in pairwise(sorted(set(edges))):
-            rows.append(row)
-            starts.append(low)
-            lengths.append(high - low)
-    return _Chunks(rows, starts, lengths, long)
+        chunks += [(row, low, high - low, not decoding, 0) for low, high in pairwise(sorted(set(edges)))]
+    return _Chunks(*map(list, zip(*chunks, strict=True)))
 
 
-def _part_sizes(positions: Ints) -> Ints:
-    """The length of the parts of chunks that read so many positions."""
-    sizes: Ints = _PARTS.take((positions - 1) // SPLIT, mode="clip") * SPLIT
-    return sizes
+# ---- the cut
 
 
-def _items(chunks: Ints, count: int, continued: bool) -> tuple[Ints, Ints, int, int]:
-    """Items of chunks, the merges of their partial results, the number of these, and the items of the first `count`.
+@functools.cache
+def _kernel() -> Callable[[int], None]:
+    """The function in C. It keeps the interpreter lock: taking it again would cost more than the call."""
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("attention_plan_cut", LIBRARY.loaded))
 
-    `chunks` [6, n]: first tokens, tokens, rows, low, high, and the length of their parts, which end at multiples of it.
-    A chunk of one part that does not continue a shared prefix writes its output directly. `continued`: chunks whose low
-    is not 0 continue one.
+
+def _cut(chunks: _Chunks, shape: Shape) -> _Cut:
+    """`cut_reference` in C, called twice: for the sizes of the results, and for these."""
+    each = [array("i", values) for values in (chunks.rows, chunks.starts, chunks.lengths, chunks.shared, chunks.long)]
+    inputs = (*shape, len(_PARTS) - 1, _PARTS_AT, len(chunks.rows), any(chunks.shared))
+    call = array("q", (*inputs, *[values.buffer_info()[0] for values in each], *_NO_RESULTS))
+    at, kernel = call.buffer_info()[0], _kernel()
+    kernel(at)
+    n_narrow, n_items, n_merges, partials, most = call[-5:]
+    items, merges = np.empty((n_items, 6), np.int32), np.empty((n_merges, 7), np.int32)
+    positions: Ints = np.empty(sum(chunks.lengths), np.int32)
+    call[-8:-5] = array("q", [results.__array_interface__["data"][0] for results in (items, merges, positions)])
+    kernel(at)
+    return _Cut(items[:n_narrow], items[n_narrow:], merges, partials, positions, most)
+
+
+def cut_reference(chunks: _Chunks, shape: Shape) -> _Cut:
+    """The narrow chunks, then the blocks of long ones, in parts that end at multiples of their size.
+
+    A part that is alone and continues no shared prefix writes its output directly.
     """
-    firsts, lengths, rows, low, high, size = chunks
-    before = low // size
-    parts = -(-high // size) - before
-    merged = (parts > 1) | (low > 0) if continued else parts > 1
-    begin = _sums_before(parts)
-    kept = parts * merged * lengths
-    bases = _sums_before(kept)
-    # From item to item of a chunk, low grows by the size and the slot by the tokens. So each column is a chunk's value
-    # at the batch's first item, repeated, plus that growth times the item's number. HIGH holds the size until then.
-    table = (firsts, lengths, rows, (before - begin) * size, size, bases - begin * lengths)
-    items = np.array(table).T.repeat(parts, axis=0)
-    number = np.arange(len(items), dtype=np.int32)
-    items[:, LOW] += number * items[:, HIGH]
-    items[:-1, HIGH] = items[1:, LOW]
-    items[:, SLOT] += number * items[:, COUNT]
-    items[begin, LOW] = low
-    items[begin + parts - 1, HIGH] = high
-    partials, of_first = sum(kept.tolist()), sum(parts[:count].tolist())
-    if not merged.all():
-        items[begin[~merged], SLOT] = -1
-        firsts, lengths, bases, parts = firsts[merged], lengths[merged], bases[merged], parts[merged]
-    return items, _merges(firsts, lengths, bases, parts), partials, of_first
+    block, split, wide_split, programs, window, whole = shape
+    continued, partials, firsts = any(chunks.shared), 0, [0, *accumulate(chunks.lengths)]
+    items: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}  # by whether their chunk is long
+    merges: list[tuple[int, ...]] = []
+    numbers = range(len(chunks.rows))
+    for i in sorted(numbers, key=chunks.long.__getitem__):
+        start, length, long = chunks.starts[i], chunks.lengths[i], chunks.long[i]
+        cuts = 1 if whole else max(1, min(programs // -(-length // block), (start + length) // wide_split))
+        for at in range(0, length, block if long else length):
+            count = min(block, length - at) if long else length
+            low, high = chunks.shared[i], start + at + count
+            low = max(low, start + at - window + 1) if window else low
+            low = low // split * split if whole else low
+            size = -(-(start + length) // cuts // split) * split
+            if not long:
+                size = _PARTS.item(min(((high if whole else high - low) - 1) // split, len(_PARTS) - 1)) * split
+            edges = [low, *range((low // size + 1) * size, high, size), high]
+            first, parts = firsts[i] + at, len(edges) - 1
+            merged = parts > 1 or (continued and low > 0)
+            for part, (begin, end) in enumerate(pairwise(edges)):
+                slot = partials + part * count if merged else -1
+                items[long].append((first, count, chunks.rows[i], begin, end, slot))
+            if merged:
+                merges += [(first + j, partials + j, count, parts, 0, 0, 0) for j in range(count)]
+                partials += parts * count
+    narrow, wide = (np.array(each, np.int32).reshape(-1, 6) for each in items.values())
+    spans = zip(chunks.starts, chunks.lengths, strict=True)
+    positions: Ints = np.concatenate([np.arange(start, start + length, dtype=np.int32) for start, length in spans])
+    most = max((chunks.lengths[i] for i in numbers if not chunks.long[i]), default=1)
+    return _Cut(narrow, wide, np.array(merges, np.int32).reshape(-1, 7), partials, positions, most)
 
 
-def _merges(firsts: Ints, lengths: Ints, bases: Ints, parts: Ints) -> Ints:
-    """Rows of `merges` for chunks whose partial results are [parts, tokens] from `bases` on."""
-    none = np.zeros(len(firsts), np.int32)
-    merges = np.array((firsts, bases, lengths, parts, none, none, none)).T.repeat(lengths, axis=0)
-    if len(merges) > len(firsts):
-        within = np.arange(len(merges), dtype=np.int32) - _sums_before(lengths).repeat(lengths)
-        merges[:, 0] += within
-        merges[:, 1] += within
-    return merges
-
-
-def _sums_before(values: Ints) -> Ints:
-    """The sum of all values before each."""
-    sums: Ints = np.add.accumulate(values, dtype=np.int32) - values
-    return sums
-
-
-def _blocks(
-    chunks: list[list[int]], group: int, kv_heads: int, window: int, *, whole: bool
-) -> list[tuple[int, int, int, int, int, int]]:
-    """The blocks of long chunks, each with the columns of a chunk for `_items`.
-
-    `whole`: in one part, whose tiles begin at multiples of `SPLIT`.
-    """
-    block = max(1, WIDE_ROWS // group)
-    blocks = []
-    for first, length, row, _, end, _ in chunks:
-        cuts = 1 if whole else max(1, min(PROGRAMS // (-(-length // block) * kv_heads), end // WIDE_SPLIT))
-        size = -(-end // cuts // SPLIT) * SPLIT
-        for at in range(0, length, block):
-            low, high = end - length + at, min(end - length + at + block, end)
-            count = high - low
-            low = max(0, low - window + 1) if window else 0
-            blocks.append((first + at, count, row, low // SPLIT * SPLIT if whole else low, high, size))
-    return blocks
+# ---- shared prefixes
 
 
 def _shared_items(

@@ -108,7 +108,7 @@ class BuildKernel(build_ext):
             compile_kernel(Path(ext.sources[0]), target, Path(self.build_temp) / name, KERNELS[name])
         except (OSError, subprocess.CalledProcessError) as error:
             said = (getattr(error, "output", None) or "").strip()
-            plain = {"ngrams": "nothing is drafted", "attention_plan": "attention on a GPU is planned in numpy, slower"}
+            plain = {"ngrams": "nothing is drafted", "attention_plan": "attention on a GPU is planned in Python"}
             instead = plain.get(name, f"{name} runs in torch, several times slower")
             self.warn(f"no {name} kernel for CPUs: {instead} ({error})\n{said}")
 

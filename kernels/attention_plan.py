@@ -12,7 +12,8 @@ row. The query heads of a group are rows of one tile, so a KV head is read once 
 
 The cut of a sequence depends on its own length, never on the rest of the batch, except for a shared prefix. With
 `invariant` it depends on a token's own position alone, without exception. `attention_work` is numpy in, numpy out and
-knows no device; `make_plan` copies its result to one, and `attention_gpu` launches it.
+knows no device; `make_plan` copies its result to one, and `attention_gpu` launches it. Items are cut in C
+(`attention_plan_c.c`), and in Python where that is not built.
 """
 
 import ctypes

@@ -243,9 +243,9 @@ def views(buffer: Tensor, arrays: Sequence[Array], offsets: Sequence[int]) -> li
 
 
 def _fill(buffer: npt.NDArray[np.uint8], arrays: Sequence[Array], offsets: Sequence[int]) -> None:
+    memory = buffer.data
     for array, offset in zip(arrays, offsets, strict=True):
-        if array.size:
-            buffer[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        memory[offset : offset + array.nbytes] = array.tobytes()  # copied twice, which for so little is faster
 
 
 class Sender:

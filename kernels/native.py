@@ -1,7 +1,8 @@
 """What the C kernels have in common: the libraries that setup.py builds, the instructions that they may use, and the
 threads that they share with torch.
 
-What a library's functions compute: `attention_c`, `linear`, `layer`, `linear_state`, `replicas.speculation.ngrams`.
+What a library's functions compute: `attention_c`, `attention_plan`, `linear`, `layer`, `linear_state`, and
+`replicas.speculation.ngrams`.
 """
 
 import ctypes

@@ -5,6 +5,7 @@ it (`Chunk.follows`). A step of few tokens replays a graph where one was capture
 Neither is waited for before it lands. On a CPU the same runs through Triton's interpreter, which is how it is tested.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention_plan import AttentionWork, plan_key, plan_over
+from holdfast.kernels.attention_plan import LIBRARY, AttentionWork, plan_key, plan_over
 from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
@@ -36,6 +37,8 @@ from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, StepOutput, StepPlan
 from holdfast.replicas.types import record
 
+log = logging.getLogger(__name__)
+
 
 class GpuRunner(ModelRunner):
     """Runs steps on one device. Not thread-safe. `graphs`: what steps of few tokens replay, once they are captured."""
@@ -47,6 +50,8 @@ class GpuRunner(ModelRunner):
         self._sender = Sender(self.table.device)
         self._before: _Before | None = None
         self.graphs: CudaGraphs | None = None
+        if LIBRARY.missing:
+            log.warning("attention is planned in Python, which is slower: %s", LIBRARY.missing)
 
     def capture(self, capture: Capture, room: GraphRoom, say: Callable[[str], None]) -> bool:
         """Capture the forwards of short steps as graphs. False where this model or store has none."""

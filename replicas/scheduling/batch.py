@@ -120,13 +120,13 @@ class StepBuilder:
         start = sequence.n_computed + sequence.in_flight
         end = start + size
         buffer, length, awaited = sequence.buffer, sequence.length, sequence.awaited
-        tokens, draw, following = buffer[start:end], None, 0  # a view: they never change any more
+        tokens, draw, following = buffer[start:end], None, 0  # a view of tokens that never change any more
         if end > length:  # the step in flight draws the last one; the runner puts it there
             tokens = np.append(tokens[:-1], np.int32(0))
         if end == length + (awaited is not None) and end < len(buffer):
             n_drafts = len(drafts)
             draw = sequence.draws.get(n_drafts) or _draw(sequence, drafts)
-            if n_drafts:  # they stand behind the sequence's tokens until this step's draws are written there
+            if n_drafts:  # behind the sequence's tokens, where commit writes what the step draws
                 buffer[end : end + n_drafts] = drafts
                 tokens = buffer[start : end + n_drafts]
         elif end < length:

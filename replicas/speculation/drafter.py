@@ -275,8 +275,7 @@ def draft_lengths(
     equation 1). The step has `decoding` rows without drafts; a step of n rows takes `cost[n] + extra_s` seconds. It
     reads the weights once for all rows, so the most likely drafts of all sequences compete for the rows that pay.
     """
-    lengths: list[int] = gate(acceptances, offered, decoding, cost, extra_s, _UNLIKELY, _WORTH).tolist()
-    return lengths
+    return gate(acceptances, offered, decoding, cost, extra_s, _UNLIKELY, _WORTH)
 
 
 class TurnMemory:

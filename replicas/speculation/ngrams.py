@@ -262,14 +262,14 @@ def gate(
     extra_s: float,
     unlikely: float,
     worth: float,
-) -> Int32s:
+) -> list[int]:
     """`drafter.draft_lengths`: none less likely than `unlikely`, and none unless the gain is `worth` it."""
     count = len(offered)
-    room = np.empty(2 * count)  # float64: what is left of each chance, then two int32 for each sequence
-    at = _at(room)
+    lengths, given, rights = array("i", bytes(4 * count)), array("i", bytes(4 * count)), array("d", bytes(8 * count))
     inputs = _at(acceptances), _at(offered), decoding, _at(cost), len(cost) - 1
-    _kernel("gate")(count, *inputs, extra_s, unlikely, worth, at + 8 * count, at + 12 * count, at)
-    return room[count:].view(np.int32)[:count]
+    room = [each.buffer_info()[0] for each in (lengths, given, rights)]
+    _kernel("gate")(count, *inputs, extra_s, unlikely, worth, *room)
+    return lengths.tolist()
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -120,6 +120,29 @@ def test_every_position_is_attended_once_through_its_own_page(spans, page_size, 
     check_positions(batch, work, window)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    spans=st.lists(span, min_size=1, max_size=6),
+    group=st.sampled_from([1, 4, 7]),
+    kv_heads=st.sampled_from([1, 8]),
+    window=st.sampled_from([0, 0, 1, 700]),
+    common=st.sampled_from([0, SHARED, 2 * SHARED + SPLIT]),
+    invariant=st.booleans(),
+)
+def test_the_cut_in_c_is_that_of_the_reference(spans, group, kv_heads, window, common, invariant):
+    if attention_plan.LIBRARY.missing:
+        pytest.skip(attention_plan.LIBRARY.missing)
+    batch = paged_batch(spans, 16, common)
+    work = attention_work(batch, group, kv_heads, window, invariant=invariant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_plan, "_cut", attention_plan.cut_reference)
+        expected = attention_work(batch, group, kv_heads, window, invariant=invariant)
+    assert (work.narrow_rows, work.partials) == (expected.narrow_rows, expected.partials)
+    for ours, other in zip(work.arrays, expected.arrays, strict=True):
+        assert ours.dtype == other.dtype
+        assert np.array_equal(ours, other)
+
+
 few_or_many = st.one_of(st.just(1), st.integers(2, 9), st.just(70))
 fork = st.tuples(st.integers(0, 40), few_or_many, st.integers(0, 12), st.integers(0, 2))
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from c_kernels import ABLE
 
-from holdfast.kernels import attention, layer, linear, linear_state, native
+from holdfast.kernels import attention, attention_plan, layer, linear, linear_state, native
 from holdfast.replicas.speculation import ngrams
 
 LIBRARIES = {
     "attention": attention,
+    "attention_plan": attention_plan,
     "product": linear,
     "layer": layer,
     "linear_state": linear_state,

@@ -42,8 +42,7 @@ def test_phases_of_a_turn() -> None:
 
 def test_pins_and_their_deadlines() -> None:
     world = World(retention=RetentionConfig(KEEP, most_s=20.0))
-    world.submit("a", PROMPT, program="t/p", scope="t")
-    world.run()
+    world.serve("a", PROMPT, program="t/p", scope="t")
     world.give(TurnEnded("a", "t", "t/p", ("get_weather",)))
     world.now += 5.0
     turns, pins = rows(world)

@@ -24,12 +24,9 @@ from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import Submit, Tokens
 
-NEW = 16
+NEW = 12
 MOVES = defaultdict(lambda: 0.5, float32=1e-4)  # how far a token's log probability may move
-WAYS = {
-    "among others": {},
-    "cut, with drafts": {"step_tokens": 40, "speculation": DraftConfig()},
-}
+WAYS = {"among others": {}, "cut, with drafts": {"step_tokens": 40, "speculation": DraftConfig()}}
 OWN = [(model, dtype) for model in ("tiny", "pocket") for dtype in ("float32", "bfloat16", "int8")]
 OWN += [("pocket", "float32/int8"), ("tiny", "bfloat16/int8")]  # with KV in int8
 OUR_KERNELS = native.level() != "torch" and not any(each.LIBRARY.missing for each in (attention, layer, linear))

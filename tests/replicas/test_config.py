@@ -128,47 +128,47 @@ def test_a_class_with_all_methods_is_a_policy_without_inheriting():
     assert retention_policy(f"{__name__}:Whole").ttl(None, None, None) == 1.0
 
 
-def test_int8_is_for_a_cpu_and_its_cells_are_what_the_cpu_computes_in():
-    with pytest.raises(ConfigError, match="device to cpu") as raised:
-        EngineConfig(dtype="int8", device="cuda")
-    assert raised.value.field == "dtype"
-    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64)
-    with pytest.raises(ConfigError, match="device to cpu") as raised:
-        resolve(EngineConfig(dtype="int8"), Hardware(cuda=True, cores=2), shape)
-    assert raised.value.field == "dtype"
+SHAPE = ModelShape(2048, "bfloat16", 1024, 2048, 64)
+
+
+@pytest.mark.parametrize(
+    ("field", "dtype", "device", "advice"),
+    [
+        ("dtype", "int8", "cuda", "device to cpu"),
+        ("kv_dtype", "int8", "cuda", "device to cpu"),
+        ("kv_dtype", "fp8", "cpu", "engine.kv_dtype to auto, or engine.device to cuda"),
+    ],
+)
+def test_a_dtype_is_refused_on_the_other_device(field, dtype, device, advice):
+    """Whether the configuration names the device or the machine decides."""
+    for refused in (
+        lambda: EngineConfig(**{field: dtype}, device=device),
+        lambda: resolve(EngineConfig(**{field: dtype}), Hardware(device == "cuda", 2), SHAPE),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(advice)) as raised:
+            refused()
+        assert raised.value.field == field
+
+
+def test_cells_of_int8_products_are_what_the_cpu_computes_in():
     cells = {}
     for kept in ("float32", "bfloat16"):
-        resolved = resolve(EngineConfig(dtype="int8", device="cpu"), Hardware(True, 2, cpu_dtype=kept), shape)
+        resolved = resolve(EngineConfig(dtype="int8", device="cpu"), Hardware(True, 2, cpu_dtype=kept), SHAPE)
         assert resolved.dtype == "int8"
         cells[kept] = resolved.cells
     assert cells["bfloat16"] == 2 * cells["float32"] == 2**30 // 1024 // 2
 
 
-def test_kv_in_int8_is_for_a_cpu_and_has_cells_of_bytes_and_scales():
-    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64)
-    for refused in (
-        lambda: EngineConfig(kv_dtype="int8", device="cuda"),
-        lambda: resolve(EngineConfig(kv_dtype="int8"), Hardware(cuda=True, cores=2), shape),
-    ):
-        with pytest.raises(ConfigError, match="device to cpu") as raised:
-            refused()
-        assert raised.value.field == "kv_dtype"
-    config = EngineConfig(kv_dtype="int8", device="cpu", host_memory=1.0)
-    for dtype in ("float32", "bfloat16"):
-        resolved = resolve(replace(config, dtype=dtype), Hardware(True, 2), shape)
-        assert (resolved.dtype, resolved.kv_dtype) == (dtype, "int8")
-        assert resolved.cells == resolved.host_cells == 2**30 // (1024 + 16 * 4) // 16 * 16
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cells_in_int8_have_bytes_and_scales(dtype):
+    config = EngineConfig(kv_dtype="int8", device="cpu", host_memory=1.0, dtype=dtype)
+    resolved = resolve(config, Hardware(True, 2), SHAPE)
+    assert (resolved.dtype, resolved.kv_dtype) == (dtype, "int8")
+    assert resolved.cells == resolved.host_cells == 2**30 // (1024 + 16 * 4) // 16 * 16
 
 
-def test_kv_in_fp8_is_for_a_gpu_and_has_cells_of_bytes():
-    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64, window=WindowShape(128, 512, 64))
-    for refused in (
-        lambda: EngineConfig(kv_dtype="fp8", device="cpu"),
-        lambda: resolve(EngineConfig(kv_dtype="fp8"), Hardware(cuda=False, cores=2), shape),
-    ):
-        with pytest.raises(ConfigError, match=r"engine\.kv_dtype to auto, or engine\.device to cuda") as raised:
-            refused()
-        assert raised.value.field == "kv_dtype"
+def test_cells_in_fp8_have_bytes():
+    shape = replace(SHAPE, window=WindowShape(128, 512, 64))
     halved = [resolve(EngineConfig(kv_dtype=kv), Hardware(True, 2), shape) for kv in ("fp8", "auto")]
     assert 1024 * halved[0].cells + 512 * halved[0].window_cells == pytest.approx(2**30, rel=1e-4)
     assert halved[0].cells == pytest.approx(2 * halved[1].cells, rel=0.01)
@@ -178,7 +178,7 @@ def test_kv_in_fp8_is_for_a_gpu_and_has_cells_of_bytes():
 @pytest.mark.parametrize("cuda", [False, True])
 def test_auto_is_never_int8(cpu, cuda):
     for checkpoint in ("float32", "bfloat16", "float16"):
-        resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), ModelShape(2048, checkpoint, 1024, 2048, 64))
+        resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), replace(SHAPE, checkpoint_dtype=checkpoint))
         assert resolved.dtype == (checkpoint if cuda else cpu)
         assert resolved.kv_dtype == "auto"
 
@@ -186,10 +186,12 @@ def test_auto_is_never_int8(cpu, cuda):
 @pytest.mark.parametrize(("device", "asked", "found"), [("cpu", 0, 200), ("cuda", 0, 50), ("cpu", 35.5, 35.5)])
 def test_a_step_beside_sequences_that_decode_is_bounded_by_what_the_device_is(device, asked, found):
     config = EngineConfig(device=device, step_ms=asked)
-    assert resolve(config, Hardware(device == "cuda", 2), ModelShape(2048, "bfloat16", 1024, 2048, 64)).step_ms == found
+    assert resolve(config, Hardware(device == "cuda", 2), SHAPE).step_ms == found
 
 
-STATEFUL = ModelShape(2048, "bfloat16", 1024, 2048, 64, state_bytes=1 << 20)
+STATEFUL = replace(SHAPE, state_bytes=1 << 20)
+WINDOWED = replace(SHAPE, window=WindowShape(512, 2048, 64))
+LEAST_WINDOW = least_window_cells(512, 16)
 
 
 def test_states_and_cells_share_the_memory() -> None:
@@ -204,18 +206,17 @@ def test_a_model_with_states_gets_a_tier_in_host_memory_on_a_gpu() -> None:
     found = resolve(EngineConfig(), machine, STATEFUL)
     used = found.host_cells * STATEFUL.cell_bytes(2) + found.host_slots * STATEFUL.state_bytes
     assert 0.99 * 2**31 < used < 1.01 * 2**31
-    without = replace(STATEFUL, state_bytes=0)
-    for other in (resolve(EngineConfig(device="cpu"), machine, STATEFUL), resolve(EngineConfig(), machine, without)):
+    for other in (resolve(EngineConfig(device="cpu"), machine, STATEFUL), resolve(EngineConfig(), machine, SHAPE)):
         assert other.host_cells == 0
 
 
-def test_too_few_slots_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("shape", "field", "value"), [(STATEFUL, "state_slots", 2), (WINDOWED, "window_cells", LEAST_WINDOW - 16)]
+)
+def test_too_little_for_two_sequences_is_refused(shape, field, value) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve(EngineConfig(state_slots=2), Hardware(False, 2), STATEFUL)
-    assert raised.value.field == "state_slots"
-
-
-WINDOWED = ModelShape(2048, "bfloat16", 1024, 2048, 64, window=WindowShape(512, 2048, 64))
+        resolve(EngineConfig(**{field: value}), Hardware(False, 2), shape)
+    assert raised.value.field == field
 
 
 def test_windows_and_cells_share_the_memory() -> None:
@@ -227,16 +228,11 @@ def test_windows_and_cells_share_the_memory() -> None:
     assert found.window_cells == pytest.approx(found.cells / 16, rel=0.01)  # a window for every 8,192 cells
     asked = resolve(EngineConfig(cells=4096, window_cells=2048), Hardware(False, 2), WINDOWED)
     assert (asked.cells, asked.window_cells) == (4096, 2048)
-    assert (
-        resolve(EngineConfig(window_cells=2048), Hardware(False, 2), replace(WINDOWED, window=None)).window_cells == 0
-    )
+    assert resolve(EngineConfig(window_cells=2048), Hardware(False, 2), SHAPE).window_cells == 0
 
 
 def test_windows_have_room_for_two_sequences_at_least() -> None:
-    least = least_window_cells(512, 16)
-    assert resolve(EngineConfig(window_cells=least), Hardware(False, 2), WINDOWED).window_cells == least
-    with pytest.raises(ConfigError) as raised:
-        resolve(EngineConfig(window_cells=least - 16), Hardware(False, 2), WINDOWED)
-    assert raised.value.field == "window_cells"
+    asked = resolve(EngineConfig(window_cells=LEAST_WINDOW), Hardware(False, 2), WINDOWED)
+    assert asked.window_cells == LEAST_WINDOW
     small = resolve(EngineConfig(cells=1024), Hardware(False, 2), WINDOWED)
-    assert small.window_cells == max(least, 1024)
+    assert small.window_cells == max(LEAST_WINDOW, 1024)

@@ -11,21 +11,10 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Abort, Aborted, Rejected, Stop, Submit
 
 
-def test_a_request_is_completed_and_its_usage_counted():
-    world = World()
-    world.submit("a", words(1, 10), max_tokens=6)
-    world.run()
-    world.assert_right("a")
-    usage = world.end("a").usage
-    assert (usage.prompt, usage.cached, usage.completion) == (10, 0, len(world.out["a"]))
-    world.assert_idle()
-
-
 @pytest.mark.parametrize("step_tokens", [3, 64])
 def test_a_request_tells_with_its_first_step_how_much_of_its_prompt_was_cached(step_tokens):
     world = World(step_tokens=step_tokens)
-    world.submit("a", words(1, 20), begins=True)
-    world.run()
+    world.serve("a", words(1, 20), begins=True)
     world.submit("b", [*words(1, 20), *words(2, 20)], begins=True)
     world.submit("c", words(3, 20))
     world.step()
@@ -36,37 +25,6 @@ def test_a_request_tells_with_its_first_step_how_much_of_its_prompt_was_cached(s
         usage = world.end(name).usage
         assert (told.prompt, told.cached) == (usage.prompt, usage.cached)
         assert (usage.cached > 0) == (name == "b")
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_next_turn_computes_its_delta_and_at_most_a_page(page_size):
-    world = World(page_size=page_size, cells=512)
-    prompt, known = words(1, 20), 0
-    for turn in range(6):
-        name = f"turn{turn}"
-        before = world.engine.stats.prompt_computed
-        world.submit(name, prompt, max_tokens=5)
-        world.run()
-        world.assert_right(name)
-        computed = world.engine.stats.prompt_computed - before
-        assert computed <= len(prompt) - known + page_size
-        known = len(prompt) + len(world.out[name])
-        prompt = prompt + world.out[name] + words(turn + 2, 7)
-    world.assert_idle()
-
-
-def test_decoding_goes_on_while_another_prompt_is_prefilled():
-    world = World(step_tokens=4)
-    world.submit("a", words(1, 4), max_tokens=20)
-    world.step()
-    world.submit("b", words(2, 40))
-    before = len(world.out["a"])
-    for _ in range(5):
-        world.step()
-    assert len(world.out["a"]) > before
-    world.run()
-    world.assert_right("a")
-    world.assert_right("b")
 
 
 def test_a_request_that_says_no_arrival_stands_by_when_it_came_whatever_clock_others_say():
@@ -83,9 +41,8 @@ def test_a_request_that_says_no_arrival_stands_by_when_it_came_whatever_clock_ot
 
 def test_stop_finishes_and_keeps_the_cells_for_the_next_turn():
     world = World()
-    world.submit("a", words(1, 9), max_tokens=50)
-    world.step()
-    world.take(world.engine.handle(Stop("a"), world.now))
+    world.begin("a", words(1, 9), max_tokens=50)
+    world.give(Stop("a"))
     assert world.end("a").reason == "stop"
     assert world.engine.cache.peek("", np.asarray([*words(1, 9), 1], np.int32)) == 9
 
@@ -95,31 +52,31 @@ def test_abort_frees_row_and_cells_at_once():
     world.submit("a", words(1, 9), max_tokens=50)
     world.submit("waiting", words(2, 9))
     world.step()
-    world.take(world.engine.handle(Abort("a"), world.now))
-    world.take(world.engine.handle(Abort("waiting"), world.now))
-    world.take(world.engine.handle(Abort("unknown"), world.now))
-    assert isinstance(world.end("a"), Aborted)
-    assert isinstance(world.end("waiting"), Aborted)
+    for name in ("a", "waiting", "unknown"):
+        world.give(Abort(name))
+    assert [type(world.end(name)) for name in ("a", "waiting")] == [Aborted] * 2
     world.assert_idle()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "kind", "field"),
+    ("prompt", "max_tokens", "cells", "kind", "field"),
     [
-        ([], 4, ErrorKind.INVALID, "prompt"),
-        ([1, 2], -5, ErrorKind.INVALID, "max_tokens"),
-        ([1, VOCABULARY], 4, ErrorKind.INVALID, "prompt"),
-        ([1, -1], 4, ErrorKind.INVALID, "prompt"),
-        ([1] * 128, 1, ErrorKind.TOO_LONG, "prompt"),
-        ([1] * 129, 0, ErrorKind.TOO_LONG, "prompt"),
+        ([], 4, 256, ErrorKind.INVALID, "prompt"),
+        ([1, 2], -5, 256, ErrorKind.INVALID, "max_tokens"),
+        ([1, VOCABULARY], 4, 256, ErrorKind.INVALID, "prompt"),
+        ([1, -1], 4, 256, ErrorKind.INVALID, "prompt"),
+        ([1] * 128, 1, 256, ErrorKind.TOO_LONG, "prompt"),
+        ([1] * 129, 0, 256, ErrorKind.TOO_LONG, "prompt"),
+        ([1] * 60, 31, 64, ErrorKind.TOO_LONG, "prompt"),  # the cache is too small
     ],
 )
-def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, kind, field):
-    world = World()
+def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, cells, kind, field):
+    world = World(cells=cells)
     world.submit("a", prompt, max_tokens)
     error = world.end("a").error
     assert (error.kind, error.field) == (kind, field)
     assert not world.engine.busy
+    world.serve("again", words(1, 30), max_tokens=30)
 
 
 @pytest.mark.parametrize(("top_k", "kind"), [(2**31 - 1, None), (2**31, ErrorKind.INVALID), (2**63, ErrorKind.INVALID)])
@@ -136,17 +93,8 @@ def test_a_reply_is_at_most_as_long_as_the_prompt_leaves_room_for(settings, room
     world = World(**settings)
     world.submit("long", words(1, 30), max_tokens=100_000)
     world.run()
-    assert len(world.out["long"]) == room - 30
     assert world.out["long"] == complete(words(1, 30), room - 30)
-
-
-def test_a_prompt_larger_than_the_cache_is_rejected():
-    world = World(cells=64)
-    world.submit("big", words(1, 60), max_tokens=31)
-    assert (world.end("big").error.kind, world.end("big").error.field) == (ErrorKind.TOO_LONG, "prompt")
-    world.submit("again", words(1, 30), max_tokens=30)
-    world.run()
-    world.assert_right("again")
+    assert len(world.out["long"]) == room - 30
 
 
 @pytest.mark.parametrize("n_turns", [3, 6])
@@ -157,27 +105,20 @@ def test_a_request_that_fills_the_cache_alone_is_served_whatever_it_shares(n_tur
     for turn in range(n_turns):
         prompt = prompt + words(10 + turn, 5)
         for fork in range(2):
-            world.submit(f"{turn}.{fork}", [*prompt, fork + 1, fork + 2], max_tokens=1)
-            world.run()
+            world.serve(f"{turn}.{fork}", [*prompt, fork + 1, fork + 2], max_tokens=1)
     full = [*prompt, 7]
-    world.submit("full", full, max_tokens=56 - len(full))
-    world.run()
-    world.assert_right("full")
+    world.serve("full", full, max_tokens=56 - len(full))
     world.assert_idle()
 
 
 def test_a_full_queue_refuses_and_a_late_request_is_refused():
     world = World(max_sequences=1, max_waiting=2, queue_timeout_s=5.0)
-    world.submit("runs", words(1, 8), max_tokens=100)
-    world.step()
-    world.submit("w1", words(2, 8))
-    world.submit("w2", words(3, 8))
-    world.submit("w3", words(4, 8))
-    assert world.end("w3").error.kind is ErrorKind.OVERLOADED
-    for _ in range(6):
-        world.step()
-    assert isinstance(world.end("w1"), Rejected)
-    assert isinstance(world.end("w2"), Rejected)
+    world.begin("runs", words(1, 8), max_tokens=100)
+    for i in range(3):
+        world.submit(f"w{i}", words(2 + i, 8))
+    assert world.end("w2").error.kind is ErrorKind.OVERLOADED
+    world.steps(6)
+    assert [type(world.end(f"w{i}")) for i in range(3)] == [Rejected] * 3
     world.run()
     world.assert_right("runs")
     world.assert_idle()
@@ -200,8 +141,7 @@ def test_a_burst_over_a_shared_preamble_computes_it_once(step_tokens):
     for i in range(8):
         world.submit(f"r{i}", preamble + words(i + 1, 10))
     world.run()
-    for i in range(8):
-        world.assert_right(f"r{i}")
+    world.assert_right(*(f"r{i}" for i in range(8)))
     assert world.engine.stats.prompt_computed <= 200 + 8 * (10 + world.config.page_size)
     assert world.engine.stats.prompt_grouped >= 7 * (200 - world.config.page_size)
     world.assert_idle()
@@ -214,8 +154,8 @@ def test_followers_go_on_when_their_leader_ends(how):
     for i in range(3):
         world.submit(f"r{i}", preamble + words(i + 1, 10))
     world.step()
-    world.take(world.engine.handle(how("r0"), world.now))
-    world.take(world.engine.handle(Abort("r1"), world.now))
+    world.give(how("r0"))
+    world.give(Abort("r1"))
     world.run()
     world.assert_right("r2")
     world.assert_idle()
@@ -228,10 +168,8 @@ def test_switches_turn_sharing_off_and_change_no_output():
         for i in range(3):
             world.submit(f"r{i}", words(0, 100) + words(i + 1, 10))
         world.run()
-        world.submit("again", words(0, 100) + words(1, 10))
-        world.run()
-        for name in world.prompts:
-            world.assert_right(name)
+        world.serve("again", words(0, 100) + words(1, 10))
+        world.assert_right(*world.prompts)
         computed[without] = world.engine.stats.prompt_computed
     assert computed[()] < computed[("grouped_prefill",)] < computed[("prefix_cache",)] == 4 * 110
 
@@ -243,8 +181,7 @@ def test_speculation_takes_fewer_steps_and_changes_no_output():
         for i in range(6):
             world.submit(f"r{i}", words(i, 40), max_tokens=60)
         world.run()
-        for name in world.prompts:
-            world.assert_right(name)
+        world.assert_right(*world.prompts)
         world.assert_idle()
         steps[enabled] = world.engine.stats.steps
         assert (world.engine.stats.accepted > 0) is enabled

@@ -16,7 +16,11 @@ from holdfast.replicas.requests import Abort, Finished, HandleReleased, ProgramE
 from holdfast.replicas.types import CellLimits, Priority
 
 sessions = st.sampled_from("stu")
+programs = st.sampled_from(["", "p", "q", "r", "r"])
 lengths = st.integers(1, 24)
+shares = [st.sampled_from(each) for each in ([0.0, 0.2, 0.4], [0.4, 0.6, 1.0], [0.0, 0.3, 1.0])]
+limits = st.builds(CellLimits, *shares)  # floor, ceiling, pinned
+priorities = st.sampled_from([Priority.INTERACTIVE, Priority.INTERACTIVE, Priority.BATCH])
 
 
 def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[object]:
@@ -39,56 +43,38 @@ def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[obje
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        page_size=st.sampled_from([1, 4, 16]),
-        cells=st.sampled_from([128, 192, 512]),
+        settings=st.fixed_dictionaries(
+            {
+                "page_size": st.sampled_from([1, 4, 16]),
+                "cells": st.sampled_from([128, 192, 512]),
+                "step_tokens": st.sampled_from([1, 9, 64]),
+                "speculation": st.builds(DraftConfig, enabled=st.booleans()),
+                "order": st.sampled_from([*ORDERS, *COMPARED.values()]),
+                "overlap_steps": st.sampled_from(["off", "on"]),
+                "step_ms": st.sampled_from([0.0, 1e-3, 1e3]),
+            }
+        ),
         rows=st.sampled_from([(4, 0), (4, 2), (6, 3)]),
-        step_tokens=st.sampled_from([1, 9, 64]),
-        drafts=st.booleans(),
         keeps=st.booleans(),
         shares=st.sampled_from([True, True, True, False]),
-        order=st.sampled_from([*ORDERS, *COMPARED.values()]),
         host_cells=st.sampled_from([0, 64, 512]),
-        overlap=st.sampled_from(["off", "on"]),
-        step_ms=st.sampled_from([0.0, 1e-3, 1e3]),
         state_slots=st.sampled_from([0, 4, 7, 30]),
         window=st.sampled_from([0, 0, 5, 16, 40]),
         room=st.sampled_from([1, 3, 10]),
     )
-    def start(
-        self,
-        page_size,
-        cells,
-        rows,
-        step_tokens,
-        drafts,
-        keeps,
-        shares,
-        order,
-        host_cells,
-        overlap,
-        step_ms,
-        state_slots,
-        window,
-        room,
-    ) -> None:
+    def start(self, settings, rows, keeps, shares, host_cells, state_slots, window, room) -> None:
         self.world = World(
+            **settings,
             window=window,
-            window_cells=room * least_window_cells(window, page_size) if window else 0,
-            page_size=page_size,
-            cells=cells,
+            window_cells=room * least_window_cells(window, settings["page_size"]) if window else 0,
             max_sequences=rows[0],
             session_rows=rows[1],
-            step_tokens=step_tokens,
             context_length=96,
             admission_ceiling=0.9,
             completion_reserve=2,
-            speculation=DraftConfig(enabled=drafts),
             without=(*(() if keeps else ("sessions",)), *(() if shares else ("prefix_cache",))),
             session_idle_s=40.0,
-            order=order,
             host_cells=host_cells if shares else 0,
-            overlap_steps=overlap,
-            step_ms=step_ms,
             state_slots=0 if window else state_slots,
         )
         self.world.runner.eager = lambda n: n % 3 == 0
@@ -104,16 +90,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _name(self) -> str:
         return f"r{len(self.world.ends)}"
 
-    @rule(
-        program=st.sampled_from(["", "p", "q", "r", "r"]),
-        new=lengths,
-        most=st.integers(0, 12),
-        rewrites=st.booleans(),
-        priority=st.sampled_from([Priority.INTERACTIVE, Priority.INTERACTIVE, Priority.BATCH]),
-    )
-    def submit(
-        self, program: str, new: int, most: int, rewrites: bool, priority: Priority = Priority.INTERACTIVE
-    ) -> None:
+    @rule(program=programs, new=lengths, most=st.integers(0, 12), rewrites=st.booleans(), priority=priorities)
+    def submit(self, program: str, new: int, most: int, rewrites: bool, priority=Priority.INTERACTIVE) -> None:
         name = self._name()
         known = self.texts.get(program, words(1, 14))
         text = (known[: len(known) // 2] if rewrites else known) + words(len(self.world.ends), new)
@@ -125,15 +103,10 @@ class EngineMachine(RuleBasedStateMachine):
         if program:
             self.texts[program] = text
 
-    @rule(
-        scope=st.sampled_from(["", "other"]),
-        floor=st.sampled_from([0.0, 0.2, 0.4]),
-        ceiling=st.sampled_from([0.4, 0.6, 1.0]),
-        pinned=st.sampled_from([0.0, 0.3, 1.0]),
-    )
-    def limit(self, scope: str, floor: float, ceiling: float, pinned: float) -> None:
+    @rule(scope=st.sampled_from(["", "other"]), limits=limits)
+    def limit(self, scope: str, limits: CellLimits) -> None:
         """From a tenant's next request on it may have no more cells, and is sure of these."""
-        self.limits[scope] = CellLimits(floor, ceiling, pinned)
+        self.limits[scope] = limits
 
     @rule(program=st.sampled_from(["p", "q"]), new=lengths, handle=st.sampled_from(["", "h", "i"]))
     def work_ahead(self, program: str, new: int, handle: str) -> None:
@@ -208,29 +181,26 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        self.world.check()
 
     @invariant()
     def work_ahead_is_told_once(self) -> None:
         """A token computed ahead was of use, was not, or waits for its turn."""
-        if hasattr(self, "world"):
-            programs, stats = self.world.engine.programs, self.world.engine.stats
-            assert stats.ahead_used + stats.ahead_wasted <= stats.ahead_computed
-            assert programs.ahead == sum(each.background for each in self.world.engine.scheduler.everything())
-            by_target = [each for each in programs if each.key.kind is not Kind.HANDLE]
-            assert programs.ahead == sum(len(each.ahead) for each in by_target)
+        programs, stats = self.world.engine.programs, self.world.engine.stats
+        assert stats.ahead_used + stats.ahead_wasted <= stats.ahead_computed
+        assert programs.ahead == sum(each.background for each in self.world.engine.scheduler.everything())
+        by_target = [each for each in programs if each.key.kind is not Kind.HANDLE]
+        assert programs.ahead == sum(len(each.ahead) for each in by_target)
 
     @invariant()
     def histories_are_counted_as_they_are(self) -> None:
-        if hasattr(self, "world"):
-            rows, size = self.world.engine.scheduler.rows, self.world.config.page_size
-            sessions = self.world.engine.programs.sessions
-            idle = [each.row.pin for each in sessions if each.row is not None and each.row.pin is not None]
-            going = [each.session.running for each in sessions if each.session.running is not None]
-            going = [each for each in going if each.holding is not None and each.n_history]
-            assert rows.idle_session_cells == size * len(history_pages(idle, [], size))
-            assert rows.session_cells == size * len(history_pages(idle, going, size))
+        rows, size = self.world.engine.scheduler.rows, self.world.config.page_size
+        sessions = self.world.engine.programs.sessions
+        idle = [each.row.pin for each in sessions if each.row is not None and each.row.pin is not None]
+        going = [each.session.running for each in sessions if each.session.running is not None]
+        going = [each for each in going if each.holding is not None and each.n_history]
+        assert rows.idle_session_cells == size * len(history_pages(idle, [], size))
+        assert rows.session_cells == size * len(history_pages(idle, going, size))
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -255,5 +225,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestEngineLaw = EngineMachine.TestCase

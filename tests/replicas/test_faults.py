@@ -59,18 +59,9 @@ class Faults:
 
 class FaultyWorld(World):
     def __init__(self, which, at: int | None, overlap: str = "off") -> None:
-        super().__init__(
-            overlap_steps=overlap,
-            cells=96,
-            context_length=64,
-            max_sequences=5,
-            session_rows=2,
-            admission_ceiling=1.0,
-            completion_reserve=2,
-            without=("chunk_deferral",),  # so that cells run short
-            step_tokens=64,
-            order="fair",
-        )
+        room = {"cells": 96, "context_length": 64, "max_sequences": 5, "session_rows": 2, "step_tokens": 64}
+        short = {"admission_ceiling": 1.0, "completion_reserve": 2, "without": ("chunk_deferral",)}  # of cells
+        super().__init__(**room, **short, overlap_steps=overlap, order="fair")
         engine = self.engine
         self.faults = Faults(which(engine), at)
         for name in ("handle", "step"):
@@ -175,8 +166,7 @@ def test_a_request_that_finds_no_memory_fails_and_the_next_is_served(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Sequence, "of", lambda *_: np.empty(2**62))
         world.submit("a", words(1, 8))
-    world.submit("b", words(1, 8))
-    world.run()
+    world.serve("b", words(1, 8))
     assert isinstance(world.end("a"), Failed)
     world.assert_right("b")
     world.assert_idle()
@@ -189,8 +179,7 @@ def test_a_runner_that_answers_for_too_few_fails_the_step():
     world.runner.compute = lambda plan: StepOutput(compute(plan).drawn[1:])
     world.step()
     world.runner.compute = compute
-    world.submit("b", words(1, 8))
-    world.run()
+    world.serve("b", words(1, 8))
     assert isinstance(world.end("a"), Failed)
     world.assert_right("b")
     world.assert_idle()
@@ -200,16 +189,12 @@ def test_rows_that_a_failed_step_did_not_write_are_written_again():
     """`b` gets pages but no chunk in the step that fails before the runner has done anything."""
     world = World(cells=64, step_tokens=8)
     world.engine.scheduler._high_water = 0
-    world.submit("a", words(1, 8), max_tokens=20)
-    world.step()
-    world.submit("c", words(2, 13), max_tokens=0)
-    world.run()
-    world.submit("a2", words(1, 8), max_tokens=20)
-    world.step()
+    world.begin("a", words(1, 8), max_tokens=20)
+    world.serve("c", words(2, 13), max_tokens=0)
+    world.begin("a2", words(1, 8), max_tokens=20)
     compute = world.runner.compute
     world.runner.compute = lambda plan: 1 / 0
-    world.submit("b", words(2, 13) + words(3, 4))
-    world.step()
+    world.begin("b", words(2, 13) + words(3, 4))
     world.runner.compute = compute
     world.run()
     assert isinstance(world.end("a2"), Failed)

@@ -70,26 +70,23 @@ def alike(answer: Answer) -> object:
 
 
 @pytest.fixture(scope="module")
-def run(request: pytest.FixtureRequest) -> Iterator[Callable[[GenerateRequest], None]]:
+def run() -> Iterator[Callable[[bool, GenerateRequest], None]]:
     """`cut` over two services, whose noise comes from the prompt or from chance."""
-    config = replace(CONFIG, prompt_seed=request.param)
     with asyncio.Runner() as runner:
-        here, there = runner.run(loaded(config)), runner.run(loaded(config))
-        try:
-            yield lambda asked: runner.run(cut(here, there, asked))
-        finally:
-            runner.run(here.close())
-            runner.run(there.close())
+        pairs = {seeded: [runner.run(loaded(seeded)) for _ in range(2)] for seeded in (True, False)}
+        yield lambda seeded, asked: runner.run(cut(*pairs[seeded], asked))
+        for service in (*pairs[True], *pairs[False]):
+            runner.run(service.close())
 
 
-async def loaded(config: EngineConfig) -> Service:
-    return Service.load(config)
+async def loaded(prompt_seed: bool) -> Service:
+    return Service.load(replace(CONFIG, prompt_seed=prompt_seed))
 
 
 async def cut(here: Service, there: Service, request: GenerateRequest) -> None:
     whole = await told(here, request)
     assert len(whole) > 1
-    every, drawing = 1 + len(whole) // 12, PartialReply()
+    every, drawing = 1 + len(whole) // 8, PartialReply()
     for at in range(1, len(whole)):
         drawing.merge(whole[at - 1][1])
         if at % every and at < len(whole) - 1:  # the last one: all but the end has come
@@ -102,10 +99,9 @@ BY_CHANCE = ("noise of the prompt", "logprobs", "calls")  # where noise does not
 
 
 @pytest.mark.parametrize(
-    ("run", "name"),
-    [*((True, name) for name in CASES), *((False, name) for name in BY_CHANCE)],
-    indirect=["run"],
-    scope="module",
+    ("seeded", "name"), [*((True, name) for name in CASES), *((False, name) for name in BY_CHANCE)]
 )
-def test_a_reply_goes_on_wherever_it_was_cut(run: Callable[[GenerateRequest], None], name: str) -> None:
-    run(CASES[name])
+def test_a_reply_goes_on_wherever_it_was_cut(
+    run: Callable[[bool, GenerateRequest], None], seeded: bool, name: str
+) -> None:
+    run(seeded, CASES[name])

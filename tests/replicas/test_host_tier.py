@@ -12,30 +12,13 @@ def small(**settings) -> World:
     return World(**(defaults | settings))
 
 
-def evict(world: World) -> None:
-    """Others take more than half of the place of a long prompt: its beginning stays."""
-    world.submit("other", words(2, 60))
-    world.run()
-
-
-def evict_all(world: World) -> None:
-    evict(world)
-    world.submit("one more", words(5, 60))  # its beginning was used longest ago
-    world.run()
-
-
 def test_an_evicted_prompt_comes_back_instead_of_being_computed():
     world = small()
-    world.submit("first", LONG)
-    world.run()
-    evict_all(world)
-    computed = world.engine.stats.prompt_computed
-    world.submit("again", LONG)
-    world.run()
-    world.assert_right("again")
-    stats = world.engine.stats
-    assert world.end("again").usage.cached == 59
-    assert stats.tokens_reloaded == 59
+    world.serve("first", LONG)
+    world.serve("other", words(2, 60))  # takes more than half of the place: the beginning stays
+    world.serve("one more", words(5, 60))  # and that was used longest ago
+    stats, computed = world.engine.stats, world.engine.stats.prompt_computed
+    assert world.serve("again", LONG) == stats.tokens_reloaded == 59
     assert stats.pages_in == 15
     assert stats.prompt_computed - computed == 1
     now = world.engine.occupancy()
@@ -45,17 +28,12 @@ def test_an_evicted_prompt_comes_back_instead_of_being_computed():
 
 def test_a_load_goes_on_beside_others_and_in_pieces():
     world = small(cells=160, step_tokens=16)
-    world.submit("first", LONG)
-    world.run()
-    world.submit("other", words(2, 120))
-    world.run()
+    world.serve("first", LONG)
+    world.serve("other", words(2, 120))
     world.submit("short", words(3, 8), 40)
-    for _ in range(3):
-        world.step()
+    world.steps(3)
     before = len(world.runner.plans)
-    world.submit("again", LONG)
-    world.run()
-    world.assert_right("again")
+    world.serve("again", LONG)
     world.assert_right("short")
     loading = [plan for plan in world.runner.plans[before:] if len(plan.loads)]
     assert len(loading) >= 3
@@ -64,39 +42,28 @@ def test_a_load_goes_on_beside_others_and_in_pieces():
 
 def test_a_follower_waits_for_what_its_leader_brings_back():
     world = small(cells=160, step_tokens=16)
-    world.submit("first", LONG)
-    world.run()
-    world.submit("other", words(2, 120))
-    world.run()
+    world.serve("first", LONG)
+    world.serve("other", words(2, 120))
     for name in ("a", "b"):
         world.submit(name, LONG)
     world.run()
-    for name in ("a", "b"):
-        world.assert_right(name)
+    world.assert_right("a", "b")
     assert world.engine.stats.tokens_reloaded < 2 * 59, "what one brought back the other aliases"
 
 
 @pytest.mark.parametrize("when", ["saves", "loads"])
 def test_copies_that_fail_cost_the_time_to_compute_and_no_request(when):
     world = small()
-    world.submit("first", LONG)
-    world.run()
+    world.serve("first", LONG)
     world.runner.fail_moves = lambda plan: len(getattr(plan, when)) > 0
-    evict(world)
-    world.submit("again", LONG)
-    world.run()
-    world.assert_right("other")
-    world.assert_right("again")
+    world.serve("other", words(2, 60))
+    world.serve("again", LONG)
     stats = world.engine.stats
     assert stats.failed_moves > 0
     assert stats.tokens_reloaded == 0
     world.runner.fail_moves = lambda plan: False
-    evict_again = words(5, 60)
-    world.submit("more", evict_again)
-    world.run()
-    world.submit("third", LONG)
-    world.run()
-    world.assert_right("third")
+    world.serve("more", words(5, 60))
+    world.serve("third", LONG)
     assert stats.tokens_reloaded > 0, "the tier is used again"
 
 
@@ -104,14 +71,11 @@ def test_copies_that_fail_cost_the_time_to_compute_and_no_request(when):
 @pytest.mark.parametrize("kept", [0, 6])  # tokens that the device still has: a load may begin inside a page
 def test_books_that_break_off_behind_a_planned_load_do_not_let_later_saves_change_what_it_reads(kept, overlap):
     world = small(cells=160, step_tokens=256, overlap_steps=overlap)
-    world.submit("first", LONG)
-    world.run()
+    world.serve("first", LONG)
     for i in range(10, 30):  # many leaves to evict, one after the other
-        world.submit(f"short {i}", words(i, 8), 1)
-        world.run()
+        world.serve(f"short {i}", words(i, 8), 1)
     if kept:
-        world.submit("beginning", LONG[:kept], 1)
-        world.run()
+        world.serve("beginning", LONG[:kept], 1)
     host, running = world.engine.cache.host, world.engine.scheduler._running
     save, load, planned, broken = host._save, running.load, [], []
 
@@ -132,6 +96,5 @@ def test_books_that_break_off_behind_a_planned_load_do_not_let_later_saves_chang
     world.step()
     assert broken, "nothing was evicted behind the load"
     world.run()
-    world.assert_right("again")
-    world.assert_right("other")
+    world.assert_right("again", "other")
     assert world.engine.cache.sound

@@ -54,7 +54,7 @@ def seen(
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sent, sent, st.sampled_from([112, 256, 1024]), st.sampled_from([4, 64]), st.sampled_from([0, 96]), st.booleans())
 def test_what_another_tenant_has_sent_changes_nothing_that_this_one_sees(before, asked, cells, step, host, grouped):
     how = {"cells": cells, "step_tokens": step, "host_cells": host, "without": () if grouped else ("grouped_prefill",)}

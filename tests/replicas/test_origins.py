@@ -1,27 +1,21 @@
 """Requests of the server itself are counted apart: counts of requests, tokens and hits are of clients alone."""
 
 from copy import deepcopy
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Abort, PartialPrefill, Submit
+from holdfast.replicas.requests import Abort, PartialPrefill
 from holdfast.replicas.types import Origin
 
 PROMPT = words(1, 40)
 OWN = [origin for origin in Origin if origin is not Origin.CLIENT]
 
 
-def asked(name: str, origin: Origin, **more: object) -> Submit:
-    labels = labels_of(("system", "user"), (0, 20), len(PROMPT))
-    submit = Submit(
-        name, tokens=np.array(PROMPT, np.int32), sampling=Sampling(5, temperature=1.0), program_id="p", labels=labels
-    )
-    return replace(submit, origin=origin, **more)  # type: ignore[arg-type]
+def ask(world: World, name: str, origin: Origin, prompt: list[int] = PROMPT, **more: object) -> None:
+    fields = {"sampling": Sampling(5, temperature=1.0), "origin": origin} | more
+    world.submit(name, prompt, 5, program="p", **fields)
 
 
 def of_clients(world: World) -> dict[str, object]:
@@ -34,12 +28,12 @@ def of_clients(world: World) -> dict[str, object]:
 def test_requests_of_the_server_itself_are_counted_apart(origin: Origin) -> None:
     world = World()
     before = of_clients(world)
-    world.give(asked("a", origin))
-    world.give(asked("b", origin))  # waits for what the first one computes, and finds it cached
+    ask(world, "a", origin)
+    ask(world, "b", origin)  # waits for what the first one computes, and finds it cached
     world.run()
-    world.give(asked("aborted", origin))
+    ask(world, "aborted", origin)
     world.give(Abort("aborted"))
-    world.give(asked("refused", origin, tokens=np.array([10**6], np.int32)))
+    ask(world, "refused", origin, [10**6])
     world.run()
     assert of_clients(world) == before
     drawn = sum(len(world.out[name]) for name in "ab")
@@ -49,9 +43,9 @@ def test_requests_of_the_server_itself_are_counted_apart(origin: Origin) -> None
 
 def test_a_client_request_is_counted_as_one() -> None:
     world = World()
-    world.give(asked("own", Origin.WARM_UP))
+    ask(world, "own", Origin.WARM_UP)
     world.run()
-    world.give(asked("client", Origin.CLIENT))
+    ask(world, "client", Origin.CLIENT)
     world.run()
     stats = world.engine.stats
     assert stats.ended == {"finished": 1, "aborted": 0, "rejected": 0, "failed": 0}
@@ -62,8 +56,7 @@ def test_a_client_request_is_counted_as_one() -> None:
 
 def test_a_background_prefill_counts_as_a_client_request() -> None:
     world = World()
-    background = PartialPrefill("h", 60.0)
-    world.give(asked("client", Origin.CLIENT, background=background, sampling=Sampling(max_tokens=0), program_id="p"))
+    ask(world, "client", Origin.CLIENT, background=PartialPrefill("h", 60.0), sampling=Sampling(max_tokens=0))
     world.run()
     stats = world.engine.stats
     assert stats.ended["finished"] == 1

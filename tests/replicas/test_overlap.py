@@ -1,7 +1,7 @@
 """Steps that overlap: outputs are those of steps one after the other, and what was planned in vain leaves nothing."""
 
 import numpy as np
-from engine_world import World, words
+from engine_world import World, play, words
 from fake_runner import complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.radix import RadixTree
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Abort, Failed, Finished, Stop, Submit
+from holdfast.replicas.requests import Failed, Finished, Stop, Submit
 from holdfast.replicas.speculation import drafter
 
 PLAIN = DraftConfig(enabled=False)
@@ -24,40 +24,19 @@ request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), s
 command = st.one_of(request, st.integers(1, 4))
 
 
-def play(world: World, script, cuts: bool) -> None:
-    """Requests (text, its length, most tokens, steps after) and steps; every third number also ends a request."""
-    for each in script:
-        if isinstance(each, int):
-            if cuts and world.ends:
-                name = list(world.ends)[-min(each, len(world.ends))]
-                world.give(Stop(name) if each % 2 else Abort(name))
-            world.step()
-        else:
-            text, length, most, steps = each
-            world.submit(f"r{len(world.ends)}", words(text, length), most, program=f"p{text}")
-            for _ in range(steps):
-                world.step()
-    world.run()
-    world.assert_idle()
+settings_of = {
+    "cells": st.sampled_from([96, 256]),
+    "page_size": st.sampled_from([1, 4]),
+    "step_tokens": st.sampled_from([5, 64]),
+    "speculation": st.builds(DraftConfig, enabled=st.booleans()),
+}
 
 
 @settings(max_examples=30)
-@given(
-    script=st.lists(command, min_size=1, max_size=14),
-    cells=st.sampled_from([96, 256]),
-    page_size=st.sampled_from([1, 4]),
-    step_tokens=st.sampled_from([5, 64]),
-    drafts=st.booleans(),
-    eager=st.integers(1, 4),
-    cuts=st.booleans(),
-)
-def test_outputs_and_ends_are_those_of_one_step_after_the_other(
-    script, cells, page_size, step_tokens, drafts, eager, cuts
-):
+@given(st.lists(command, min_size=1, max_size=14), st.fixed_dictionaries(settings_of), st.integers(1, 4), st.booleans())
+def test_outputs_and_ends_are_those_of_one_step_after_the_other(script, how, eager, cuts):
     worlds = []
     for overlap in ("off", "on"):
-        speculation = DraftConfig(enabled=drafts)
-        how = {"cells": cells, "page_size": page_size, "step_tokens": step_tokens, "speculation": speculation}
         world = overlapped(overlap_steps=overlap, **how)
         world.runner.eager = lambda n: n % eager == 0
         play(world, script, cuts)
@@ -71,8 +50,7 @@ def test_outputs_and_ends_are_those_of_one_step_after_the_other(
             if isinstance(ends[0], Finished):
                 assert ends[0].reason == ends[1].reason
                 assert ends[0].usage.completion == ends[1].usage.completion == len(late.out[name])
-        right = complete(prompt, most)
-        assert late.out[name] == right[: len(late.out[name])]
+        assert late.out[name] == complete(prompt, most)[: len(late.out[name])]
 
 
 def test_steps_are_begun_before_the_one_before_is_over():
@@ -81,17 +59,14 @@ def test_steps_are_begun_before_the_one_before_is_over():
         world.submit(f"{i}", words(i, 9), max_tokens=12)
     world.run()
     assert world.runner.most_in_flight == 2
-    for i in range(3):
-        world.assert_right(f"{i}")
+    world.assert_right(*(f"{i}" for i in range(3)))
     followed = [chunk for plan in world.runner.plans for chunk in plan.chunks if chunk.start >= 10]
     assert len(followed) >= 20
 
 
 def test_what_needs_the_tokens_first_is_not_overlapped():
     world = overlapped(speculation=DraftConfig())
-    world.submit("a", [1, 2, 3, 4, 5, 6, 7] * 4, max_tokens=20)  # the model repeats it: there are always drafts
-    world.run()
-    world.assert_right("a")
+    world.serve("a", [1, 2, 3, 4, 5, 6, 7] * 4, max_tokens=20)  # the model repeats it: there are always drafts
     assert world.engine.stats.accepted > 0
     counted = overlapped()
     penalised = Sampling(12, presence_penalty=1.0)
@@ -105,9 +80,7 @@ def test_what_needs_the_tokens_first_is_not_overlapped():
 def test_without_drafts_for_a_while_steps_overlap_though_speculation_is_on(monkeypatch):
     world = overlapped(speculation=DraftConfig())
     monkeypatch.setattr(drafter, "draft_lengths", lambda acceptances, *_: [0] * len(acceptances))
-    world.submit("a", words(1, 9), max_tokens=20)
-    world.run()
-    world.assert_right("a")
+    world.serve("a", words(1, 9), max_tokens=20)
     assert world.runner.most_in_flight == 2
 
 
@@ -115,8 +88,7 @@ def test_books_that_break_with_a_step_in_flight_are_opened_anew(monkeypatch):
     world = overlapped(max_sequences=2)
     for i in range(3):
         world.submit(f"{i}", words(i, 9), max_tokens=20)
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     assert world.engine._pipeline.flying
     with monkeypatch.context() as patch:
         patch.setattr(RadixTree, "release", lambda *_: 1 / 0)
@@ -132,8 +104,7 @@ def test_books_that_break_with_a_step_in_flight_are_opened_anew(monkeypatch):
 def test_an_engine_that_stops_lands_what_is_in_flight():
     world = overlapped()
     world.submit("a", words(1, 9), max_tokens=30)
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     world.take(world.engine.fail_all(ConfigError("over", "x"), world.now))
     assert isinstance(world.end("a"), Failed)
     assert not world.engine.busy

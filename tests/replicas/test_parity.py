@@ -1,6 +1,7 @@
 """The whole engine over a real model: greedy output is transformers' `generate`, token for token, in float32."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -17,25 +18,23 @@ from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Finished, Submit, Tokens
 
-NEW = 20
+NEW = 12
 
 
 @cache
 def reference() -> list[tuple[list[int], list[int]]]:
     """16 prompts of 1 to 700 tokens, and what transformers makes of them. Half are real text, half random ids."""
     torch.set_num_threads(1)
-    loaded = load_runner(EngineConfig(cells=4096, threads=1))
+    ready = loaded("own", 16)
     model = AutoModelForCausalLM.from_pretrained(model_folder("pocket"), dtype=torch.float32).eval()
     rng = np.random.default_rng(0)
     pairs = []
     for i in range(16):
         if i % 2:
-            words = rng.choice(
-                ["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 18 * i
-            )
-            prompt = loaded.tokenizer.encode(" ".join(words), add_special_tokens=False)
+            words = ["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"]
+            prompt = ready.tokenizer.encode(" ".join(rng.choice(words, 4 + 18 * i)), add_special_tokens=False)
         else:
-            prompt = rng.integers(0, loaded.vocabulary, 1 + 22 * i).tolist()
+            prompt = rng.integers(0, ready.vocabulary, 1 + 22 * i).tolist()
         with torch.inference_mode():
             out = model.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, do_sample=False
@@ -53,12 +52,9 @@ def generate(
     engine: Engine, prompts: list[list[int]], temperature: float = 0.0
 ) -> tuple[list[list[int]], list[Finished]]:
     """All prompts at once; their completions and ends, in order."""
-    out = {str(i): [] for i in range(len(prompts))}
-    ends = {}
+    out, ends, sampling = {str(i): [] for i in range(len(prompts))}, {}, Sampling(NEW, temperature)
     for i, prompt in enumerate(prompts):
-        assert not engine.handle(
-            Submit(str(i), tokens=np.asarray(prompt, np.int32), sampling=Sampling(NEW, temperature)), 0.0
-        )
+        assert not engine.handle(Submit(str(i), tokens=np.asarray(prompt, np.int32), sampling=sampling), 0.0)
     while engine.busy:
         for event in engine.step(0.0):
             if isinstance(event, Tokens):
@@ -71,8 +67,7 @@ def generate(
 
 def engine_of(decoder: str, page_size: int = 16, **settings) -> Engine:
     ready = loaded(decoder, page_size)
-    config = EngineConfig(**{f: getattr(ready.config, f) for f in ready.config.__dataclass_fields__} | settings)
-    return Engine(config, ready.runner, ready.eos, ready.vocabulary)
+    return Engine(replace(ready.config, **settings), ready.runner, ready.eos, ready.vocabulary)
 
 
 WAYS = {
@@ -108,7 +103,8 @@ def test_every_set_of_instructions_answers_alike(level, dtype):
     rounding leaves them.
     """
     pairs, first = reference()[1::4], first_logprobs()  # before the instructions are others
-    ready = load_runner(EngineConfig(cells=8192, threads=1, dtype=dtype, cpu_kernels=level))
+    drafts = DraftConfig(enabled=dtype == "float32")  # the others draw one token
+    ready = load_runner(EngineConfig(cells=8192, threads=1, dtype=dtype, cpu_kernels=level, speculation=drafts))
     engine = Engine(ready.config, ready.runner, ready.eos, ready.vocabulary)
     if dtype == "float32":
         assert generate(engine, [prompt for prompt, _ in pairs])[0] == [expected for _, expected in pairs]

@@ -31,11 +31,9 @@ def make(**settings) -> World:
 
 def turns(world: World, program: str, n: int, prompt: list[int]) -> list[int]:
     """`n` turns of a program; returns its conversation."""
-    for turn in range(n):
-        name = f"{program}.{turn}.{len(world.out)}"
-        world.submit(name, prompt, max_tokens=5, program=program)
-        world.run()
-        world.assert_right(name)
+    for _ in range(n):
+        name = f"{program}.{len(world.out)}"
+        world.serve(name, prompt, max_tokens=5, program=program)
         prompt = prompt + world.out[name] + words(len(prompt), 7)
     return prompt
 
@@ -44,19 +42,16 @@ def turns(world: World, program: str, n: int, prompt: list[int]) -> list[int]:
 def test_the_next_turn_is_in_the_same_row_and_computes_its_delta_alone(page_size):
     world = make(page_size=page_size)
     prompt = turns(world, "p", 1, words(1, 22))
-    for turn in range(5):
+    for _ in range(5):
         world.runner.plans.clear()
         computed = world.engine.stats.prompt_computed
         known = len(prompt) - 7 - 1  # all but what is new, and the last token drawn
-        name = f"turn{turn}"
-        world.submit(name, prompt, max_tokens=5, program="p")
-        world.run()
-        world.assert_right(name)
+        following = turns(world, "p", 1, prompt)
         assert world.engine.stats.prompt_computed - computed == len(prompt) - known
         assert not any(plan.copies for plan in world.runner.plans)
         assert {chunk.row for plan in world.runner.plans for chunk in plan.chunks} == {4}
         assert all(write.first >= known // page_size for plan in world.runner.plans for write in plan.writes)
-        prompt = prompt + world.out[name] + words(turn, 7)
+        prompt = following
     assert world.engine.stats.turns_continued == 5
     assert world.engine.stats.tokens_rewritten == 0
     assert world.engine.occupancy().rows_parked == 1
@@ -86,19 +81,14 @@ def test_parked_programs_stand_in_nobodys_way():
     for i in range(8):
         world.submit(f"row{i}", words(20 + i, 8), program=f"new{i}")  # and every row
     world.run()
-    for name in ["all", *(f"row{i}" for i in range(8))]:
-        world.assert_right(name)
+    world.assert_right(*world.prompts)
     world.assert_idle()
 
 
 def test_programs_of_different_tenants_share_no_row():
     world = make()
-    world.submit("mine", words(1, 30), scope="one", program="p")
-    world.run()
-    world.submit("theirs", words(1, 30) + words(2, 9), scope="two", program="p")
-    world.run()
-    world.assert_right("theirs")
-    assert world.end("theirs").usage.cached == 0
+    world.serve("mine", words(1, 30), scope="one", program="p")
+    assert world.serve("theirs", words(1, 30) + words(2, 9), scope="two", program="p") == 0
     assert world.engine.occupancy().rows_parked == 2
 
 
@@ -106,13 +96,9 @@ def test_programs_of_different_tenants_share_no_row():
 def test_a_turn_that_is_cut_short_parks_what_it_computed(how):
     world = make()
     world.submit("a", words(1, 21), max_tokens=50, program="p")
-    world.step()
-    world.step()
+    world.steps(2)
     world.give(how("a"))
-    drawn = world.out["a"]
-    world.submit("b", words(1, 21) + drawn + words(2, 5), program="p")
-    world.run()
-    world.assert_right("b")
+    world.serve("b", words(1, 21) + world.out["a"] + words(2, 5), program="p")
     assert world.engine.stats.turns_continued == 1
 
 
@@ -120,53 +106,47 @@ def test_thoughts_that_the_template_drops_are_counted_and_the_true_prefix_is_cac
     world = make(context_length=512)
     system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(30))}
     messages = [system, {"role": "user", "content": "a question of some length"}]
-    lost, before = 0, None
+    lost, before = 0, list[int]()
     for turn in range(3):
-        name, prompt = f"turn{turn}", rendered(messages)
-        world.submit(name, prompt, max_tokens=4, program="p")
-        world.run()
-        world.assert_right(name)
-        if before is not None:
-            common = next(i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b)
+        prompt = rendered(messages)
+        cached = world.serve(f"turn{turn}", prompt, max_tokens=4, program="p")
+        if before:
+            common = common_length(before, prompt)
             lost += len(before) - common
-            assert world.end(name).usage.cached >= common - world.config.page_size
+            assert cached >= common - world.config.page_size
             assert common > 30
+        before = prompt + world.out[f"turn{turn}"][:-1]
         # The answer that is recorded has a thought in it; its tokens were computed with the call that follows.
         thought = " ".join(f"idea{turn}{i}" for i in range(12))
         messages.append({"role": "assistant", "thought": thought, "content": "an answer"})
         messages.append({"role": "tool", "content": f"result {turn}"})
-        name, prompt = f"tool{turn}", rendered(messages)
-        world.submit(name, prompt, max_tokens=4, program="p")
-        world.run()
-        common = common_prefix_of(world, f"turn{turn}", prompt)
-        lost += len(world.prompts[f"turn{turn}"][0]) + len(world.out[f"turn{turn}"]) - 1 - common
-        before = prompt + world.out[name][:-1]
+        prompt = rendered(messages)
+        world.serve(f"tool{turn}", prompt, max_tokens=4, program="p")
+        lost += len(before) - common_length(before, prompt)
+        before = prompt + world.out[f"tool{turn}"][:-1]
         messages.append({"role": "assistant", "content": "done"})
         messages.append({"role": "user", "content": f"question {turn}"})
     assert world.engine.stats.tokens_rewritten == lost
     assert lost >= 2 * 12
 
 
-def common_prefix_of(world: World, name: str, prompt: list[int]) -> int:
-    had = world.prompts[name][0] + world.out[name][:-1]
-    return next((i for i, (a, b) in enumerate(zip(had, prompt, strict=False)) if a != b), min(len(had), len(prompt)))
+def common_length(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_each_other():
     """What is cached of a prompt takes room as well, once its request runs and nobody may evict it."""
     world = World(cells=256, admission_ceiling=1.0, retention=RetentionConfig(policy="none"))
     for i in range(3):
-        world.submit(f"a{i}", words(i, 70), max_tokens=2, program=f"p{i}")
-    world.run()
+        world.serve(f"a{i}", words(i, 70), max_tokens=2, program=f"p{i}")
     for i in range(3):
-        history = world.prompts[f"a{i}"][0] + world.out[f"a{i}"]
+        history = words(i, 70) + world.out[f"a{i}"]
         world.submit(f"b{i}", history + words(10 + i, 6), max_tokens=16, program=f"p{i}", turns=1)
     world.step()
     assert world.engine.occupancy().running == 2
     world.run()
     assert world.engine.stats.preemptions == 0
-    for i in range(3):
-        world.assert_right(f"b{i}")
+    world.assert_right(*world.prompts)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -1,7 +1,8 @@
 """Standing questions on a scripted engine: when they are asked, cancelled and reported."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas import questions
-from holdfast.replicas.errors import (
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    UnknownQuestionError,
-)
+from holdfast.replicas.errors import EngineError, InvalidRequestError, OverloadedError, UnknownQuestionError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
@@ -76,19 +72,18 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def run(work: Callable[[World], object]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            await work(world)  # type: ignore[misc]
-        finally:
-            await world.questions.close()
+@asynccontextmanager
+async def asking(*added: str) -> AsyncIterator[World]:
+    """A world with these questions."""
+    world = World()
+    for name in added:
+        world.add(name)
+    yield world
+    await world.questions.close()
 
-    asyncio.run(main())
 
-
-def test_no_question_is_asked_while_a_client_request_runs() -> None:
-    async def work(world: World) -> None:
+async def test_no_question_is_asked_while_a_client_request_runs() -> None:
+    async with asking() as world:
         with world.questions.client_request():
             with world.questions.client_request():
                 world.add("q")
@@ -97,12 +92,9 @@ def test_no_question_is_asked_while_a_client_request_runs() -> None:
         await turns()
         assert world.asked == ["q"]
 
-    run(work)
 
-
-def test_a_client_request_cancels_the_question_which_is_asked_again_later() -> None:
-    async def work(world: World) -> None:
-        world.add("q")
+async def test_a_client_request_cancels_the_question_which_is_asked_again_later() -> None:
+    async with asking("q") as world:
         await turns()
         with world.questions.client_request():
             await turns()
@@ -116,31 +108,27 @@ def test_a_client_request_cancels_the_question_which_is_asked_again_later() -> N
         assert state.answer is not None
         assert state.answer.text == "after 2"
 
-    run(work)
-
 
 @given(bursts=st.lists(st.integers(1, 5), max_size=6))
 def test_several_appends_are_answered_once(bursts: list[int]) -> None:
-    async def work(world: World) -> None:
-        world.go_on.set()
-        world.add("q")
-        await turns()
-        for n in bursts:
-            with world.questions.client_request():
-                for _ in range(n):
-                    world.append()
+    async def main() -> None:
+        async with asking("q") as world:
+            world.go_on.set()
             await turns()
-        assert world.asked == ["q"] * (1 + len(bursts))
-        (state,) = world.of()
-        assert state.seen == 1 + sum(bursts)
+            for n in bursts:
+                with world.questions.client_request():
+                    for _ in range(n):
+                        world.append()
+                await turns()
+            assert world.asked == ["q"] * (1 + len(bursts))
+            (state,) = world.of()
+            assert state.seen == 1 + sum(bursts)
 
-    run(work)
+    asyncio.run(main())
 
 
-def test_the_question_asked_longest_ago_is_next() -> None:
-    async def work(world: World) -> None:
-        for name in "ab":
-            world.add(name)
+async def test_the_question_asked_longest_ago_is_next() -> None:
+    async with asking(*"ab") as world:
         await turns()
         for _ in range(3):
             with world.questions.client_request():
@@ -148,13 +136,10 @@ def test_the_question_asked_longest_ago_is_next() -> None:
             await turns()
         assert world.asked == ["a", "b", "a", "b"]
 
-    run(work)
 
-
-def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_append() -> None:
-    async def work(world: World) -> None:
+async def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_append() -> None:
+    async with asking("q") as world:
         world.go_on.set()
-        world.add("q")
         await turns()
         world.fails = True
         for n in (2, 2):
@@ -176,26 +161,19 @@ def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_a
         (state,) = world.of()
         assert (state.seen, state.error, state.age_s) == (3, None, 2.0)
 
-    run(work)
 
-
-def test_an_unexpected_error_fails_one_question_only(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(world: World) -> None:
+async def test_an_unexpected_error_fails_one_question_only(caplog: pytest.LogCaptureFixture) -> None:
+    async with asking("bug", "q") as world:
         world.go_on.set()
-        for name in ("bug", "q"):
-            world.add(name)
         await turns()
         one, two = world.of()
         assert (one.answer, one.error is None) == (None, False)
         assert two.answer is not None
-
-    run(work)
     assert "a standing question failed" in caplog.text
 
 
-def test_reads_are_counted_as_current_stale_or_none() -> None:
-    async def work(world: World) -> None:
-        world.add("q")
+async def test_reads_are_counted_as_current_stale_or_none() -> None:
+    async with asking("q") as world:
         facts = world.sessions["t", "s"]
         world.questions.read(facts, "t", "q")
         world.go_on.set()
@@ -207,16 +185,11 @@ def test_reads_are_counted_as_current_stale_or_none() -> None:
         with pytest.raises(UnknownQuestionError):
             world.questions.read(facts, "t", "another")
 
-    run(work)
 
-
-def test_questions_are_limited_and_end_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_questions_are_limited_and_end_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "SESSION_QUESTIONS", 4)
     monkeypatch.setattr(questions, "TENANT_QUESTIONS", 6)
-
-    async def work(world: World) -> None:
-        for name in "abcd":
-            world.add(name)
+    async with asking(*"abcd") as world:
         with pytest.raises(OverloadedError, match="a session"):
             world.add("e")
         for name in "ef":
@@ -235,14 +208,10 @@ def test_questions_are_limited_and_end_with_their_session(monkeypatch: pytest.Mo
         world.add("g", "other")  # there is room again
         assert world.questions.stats.standing == 3
 
-    run(work)
 
-
-def test_a_session_without_a_history_is_not_asked() -> None:
-    async def work(world: World) -> None:
+async def test_a_session_without_a_history_is_not_asked() -> None:
+    async with asking() as world:
         world.sessions["t", "s"] = replace(world.sessions["t", "s"], past=SessionLog())
         world.add("q")
         await turns()
         assert world.asked == []
-
-    run(work)

@@ -5,29 +5,25 @@ at random: a reader neither raises nor sees a count out of bounds.
 """
 
 import random
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType, SimpleNamespace
 from typing import Any
 
-from engine_world import World, words
+from engine_world import World, service_of, words
+from instructions import at_each_instruction
 from pinning import KEEP
 
-from holdfast import replicas
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import DeadlineError
 from holdfast.replicas.kv.tags import Hint, Label, labels_of
 from holdfast.replicas.reports import EngineCollector, activity, told_activity
 from holdfast.replicas.requests import Abort, Submit, TurnEnded
-from holdfast.replicas.stats import Occupancy, QuestionStats, TextStats
+from holdfast.replicas.stats import Occupancy
 from holdfast.replicas.types import NO_TOKENS, CellLimits
 
 ROUNDS = 12
 PART = 0.02  # of the places where the engine works
-OURS = tuple(str(Path(folder).resolve()) for folder in replicas.__path__)
 TENANTS = [f"t{i}" for i in range(6)]
 
 
@@ -35,19 +31,10 @@ class Busy(World):
     """An engine that is always busy: many tenants, pins, sessions, limits, evictions to the host."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(
-            cells=320,
-            host_cells=64,
-            max_sequences=6,
-            session_rows=3,
-            step_tokens=24,
-            order="fair",
-            admission_ceiling=1.0,
-            completion_reserve=1,
-            session_idle_s=200.0,
-            queue_timeout_s=30.0,
-            retention=RetentionConfig(KEEP, most_s=8.0, share=0.5),
-        )
+        room = {"cells": 320, "host_cells": 64, "max_sequences": 6, "session_rows": 3, "step_tokens": 24}
+        how = {"order": "fair", "admission_ceiling": 1.0, "completion_reserve": 1}
+        times = {"session_idle_s": 200.0, "queue_timeout_s": 30.0}
+        super().__init__(**room, **how, **times, retention=RetentionConfig(KEEP, most_s=8.0, share=0.5))
         self.random = random.Random(seed)
         self.given = 0
 
@@ -84,6 +71,10 @@ class Busy(World):
                 self.give(TurnEnded(sequence.request_id, submit.scope, submit.program_id, ("tool",)))
             case _:
                 self.step()
+
+    def sometimes(self) -> None:
+        if self.random.random() < PART:
+            self.work()
 
     def give(self, command: Any) -> str:
         if isinstance(command, Submit) and command.session is None:
@@ -136,36 +127,9 @@ def scraped(collector: EngineCollector) -> None:
         counts([sample.value for sample in family.samples])
 
 
-def interleaved(read: Callable[[], object], work: Callable[[], None], rng: random.Random) -> None:
-    """Run `read`, with `work` between some of its instructions, as if the interpreter switched threads."""
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and rng.random() < PART:
-            work()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        read()
-    finally:
-        sys.settrace(before)
-
-
 def test_concurrent_reads_are_consistent_and_within_bounds() -> None:
     world = Busy(0)
-    collector = EngineCollector(
-        SimpleNamespace(  # type: ignore[arg-type]
-            engine=world.engine,
-            card=SimpleNamespace(name="m"),
-            text=SimpleNamespace(stats=TextStats()),
-            questions=SimpleNamespace(stats=QuestionStats()),
-        ),
-        "r",
-    )
+    collector = EngineCollector(service_of(world.engine), "r")
     reads = read_all(world, collector)
     for _ in range(300):
         world.work()
@@ -173,7 +137,7 @@ def test_concurrent_reads_are_consistent_and_within_bounds() -> None:
     for _ in range(ROUNDS):
         for read in reads:
             world.work()
-            interleaved(read, world.work, world.random)
+            at_each_instruction(read, world.sometimes)
         now = world.engine.occupancy()
         for name in ("pins", "cells_raised", "sessions", "cells_host", "ahead_running", "waiting"):
             seen[name] = seen.get(name, 0) + (getattr(now, name) > 0)

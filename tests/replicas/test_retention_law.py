@@ -21,31 +21,30 @@ NEVER = 1e9
 
 class RetentionMachine(RuleBasedStateMachine):
     @initialize(
+        settings=st.fixed_dictionaries(
+            {
+                "page_size": st.sampled_from([1, 4, 16]),
+                "cells": st.sampled_from([128, 192, 320]),
+                "speculation": st.builds(DraftConfig, enabled=st.booleans()),
+                "host_cells": st.sampled_from([0, 256]),
+                "order": st.sampled_from([*ORDERS, *policies.ORDERS.values()]),
+            }
+        ),
         policy=st.sampled_from([*POLICIES, *policies.RETENTION.values(), KEEP, QUICK_CONTINUUM]),
-        page_size=st.sampled_from([1, 4, 16]),
-        cells=st.sampled_from([128, 192, 320]),
         shares=st.sampled_from([(1.0, 1.0), (1.0, 0.3), (0.6, 0.6), (0.2, 0.1)]),
         rows=st.sampled_from([(3, 0), (4, 2)]),
         most_s=st.sampled_from([2.0, 15.0, 1000.0, NEVER]),
-        drafts=st.booleans(),
-        host_cells=st.sampled_from([0, 256]),
-        order=st.sampled_from([*ORDERS, *policies.ORDERS.values()]),
     )
-    def start(self, policy, page_size, cells, shares, rows, most_s, drafts, host_cells, order) -> None:
-        retention = RetentionConfig(policy, most_s, share=shares[0], tenant_share=shares[1])
+    def start(self, settings, policy, shares, rows, most_s) -> None:
         self.world = World(
-            page_size=page_size,
-            cells=cells,
+            **settings,
             max_sequences=rows[0],
             session_rows=rows[1],
             context_length=112,
             admission_ceiling=0.9,
             completion_reserve=4,
             queue_timeout_s=NEVER,
-            retention=retention,
-            host_cells=host_cells,
-            order=order,
-            speculation=DraftConfig(enabled=drafts),
+            retention=RetentionConfig(policy, most_s, share=shares[0], tenant_share=shares[1]),
         )
         self.world.step_s = 0.5
         self.book = LatencyBook()
@@ -106,8 +105,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 10))
     def steps(self, n: int) -> None:
-        for _ in range(n):
-            self.world.step()
+        self.world.steps(n)
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
     def pass_time(self, seconds: float) -> None:
@@ -121,8 +119,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        self.world.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -140,5 +137,5 @@ class RetentionMachine(RuleBasedStateMachine):
         assert world.engine.occupancy().pins == 0
 
 
-RetentionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+RetentionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestRetentionLaw = RetentionMachine.TestCase

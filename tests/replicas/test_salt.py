@@ -1,40 +1,22 @@
 """A salt narrows a tenant's cache: only what came with the same is found, whoever computes it first."""
 
-from dataclasses import replace
-
 import numpy as np
 from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import ProgramEnded, Submit
+from holdfast.replicas.requests import ProgramEnded
 from holdfast.replicas.speculation.drafter import TurnMemory
 from holdfast.replicas.types import salted
 
 
-def ask(world: World, name: str, text: list[int], salt: str, tokens: int = 4, program: str = "") -> None:
-    world.prompts[name] = (text, tokens)
-    submit = Submit(
-        name,
-        tokens=np.asarray(text, np.int32),
-        sampling=Sampling(tokens),
-        scope="a",
-        program_id=program,
-        program_arrival=1.0,
-    )
-    world.give(replace(submit, cache_salt=salt))
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(["", "x", "y"]), st.integers(0, 1)), min_size=2, max_size=8))
 def test_only_what_came_with_the_same_salt_is_found(asked):
     world, seen = World(cells=2048, context_length=256), set()
     for number, (salt, text) in enumerate(asked):
-        ask(world, f"r{number}", words(text, 40), salt)
-        world.run()
-        cached = world.end(f"r{number}").usage.cached
+        cached = world.serve(f"r{number}", words(text, 40), 4, scope="a", cache_salt=salt)
         assert (cached >= 32) is ((salt, text) in seen)
         assert cached == 0 or (salt, text) in seen
         seen.add((salt, text))
@@ -42,16 +24,13 @@ def test_only_what_came_with_the_same_salt_is_found(asked):
 
 def test_the_cells_of_a_salted_program_go_first_when_it_is_over():
     world = World(cells=256, context_length=256)
-    ask(world, "over", words(0, 60), "x", program="p")
-    ask(world, "kept", words(1, 60), "x", program="q")
+    for text, program in enumerate("pq"):
+        world.submit(program, words(text, 60), 4, scope="a", program=program, cache_salt="x")
     world.run()
     world.give(ProgramEnded("a", "p"))
-    ask(world, "more", words(2, 170), "")
-    world.run()
-    cache = world.engine.cache
-    assert cache.peek("a\0salt\0x", np.asarray(words(0, 60), np.int32)) < cache.peek(
-        "a\0salt\0x", np.asarray(words(1, 60), np.int32)
-    )
+    world.serve("more", words(2, 170), 4, scope="a")
+    over, kept = (world.engine.cache.peek("a\0salt\0x", np.asarray(words(text, 60), np.int32)) for text in (0, 1))
+    assert over < kept
 
 
 def test_drafts_are_made_of_turns_that_came_with_the_same_salt_alone():
@@ -59,8 +38,7 @@ def test_drafts_are_made_of_turns_that_came_with_the_same_salt_alone():
     steps = {}
     for name, salt in (("first", "x"), ("other", "y"), ("plain", ""), ("again", "x")):
         before = world.engine.stats.steps
-        ask(world, name, words(0, 30), salt, tokens=24)
-        world.run()
+        world.serve(name, words(0, 30), 24, scope="a", cache_salt=salt)
         steps[name] = world.engine.stats.steps - before
     assert steps["first"] == steps["other"] == steps["plain"], "another salt's turn was drafted from"
     assert steps["again"] < steps["first"]

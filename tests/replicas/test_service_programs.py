@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from pinning import KEEP
-from serving import serving
+from serving import serving, tool
 
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -13,14 +13,7 @@ from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ProgramEnded
 from holdfast.replicas.retention.latency import Called, LatencySnapshot, ToolLatency
 from holdfast.replicas.service import Service
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+TOOL = tool("get_weather", "Get the current weather in a city.", city={"type": "string"})
 HELLO = [{"role": "user", "content": "Hello"}]
 ASKS = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
@@ -51,12 +44,14 @@ async def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
         assert await settled(service) == (0, 1)
 
 
-async def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
+async def test_an_unclosed_call_and_a_truncated_reply_are_neither_a_call_nor_a_last_turn():
     async with keeping() as service:
         prompt = ChatPrompt(ASKS, (TOOL,), "required")
         answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ("city",), program_id="p"))
         assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
-        assert answer.called == Called()
+        truncated = await service.generate(turn("b", forced=False, most=1))
+        assert truncated.reason == "length"
+        assert answer.called == truncated.called == Called()
 
 
 @pytest.mark.parametrize(("forced", "ends"), [(False, False), (True, True)])
@@ -82,10 +77,3 @@ async def test_the_engine_decides_by_what_the_cluster_knows():
         service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
         await service.generate(turn("a", forced=True))
         assert await settled(service) == (0, 0)
-
-
-async def test_a_truncated_reply_is_no_final_answer():
-    async with keeping() as service:
-        answer = await service.generate(turn("a", forced=False, most=1))
-        assert answer.reason == "length"
-        assert answer.called == Called()

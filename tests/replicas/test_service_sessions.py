@@ -1,8 +1,6 @@
 """Sessions over the shipped model: append, query, fork, close. Answers equal those to the whole prompt."""
 
 import asyncio
-from contextlib import aclosing
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -21,7 +19,7 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     NO_PROMPT,
-    AnswerBuilder,
+    Answer,
     ChatPrompt,
     CloseSession,
     Errored,
@@ -34,40 +32,34 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.service import Service
 
 CONFIG = EngineConfig(cells=4096, threads=1, max_sequences=8, session_rows=2, context_length=512)
-
-
-def request(name: str, prompt: RawPrompt, scope: str = "") -> GenerateRequest:
-    return GenerateRequest(name, prompt, Sampling(max_tokens=12, ignore_eos=True), scope=scope)
-
-
-async def asked(service: Service, session: str, name: str, question: str, keep: bool = True, scope: str = ""):
-    built = AnswerBuilder()
-    query = replace(request(name, RawPrompt(question), scope), session=SessionTurn(session, keep))
-    async with aclosing(service.stream(query)) as pieces:
-        async for some in pieces:
-            built.add(some)
-    return built
+TWELVE = Sampling(max_tokens=12, ignore_eos=True)
 
 
 class Client:
-    """Appends to, forks and closes sessions of a service. Raises their errors."""
+    """Appends to, asks, forks and closes sessions of a service. Raises their errors."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.numbers = count()
 
-    async def append(self, session: str, content, scope: str = "", opens: bool = False) -> Usage:
+    async def generate(
+        self, content, sampling: Sampling, session: SessionTurn | None = None, scope: str = ""
+    ) -> Answer:
         prompt = content if isinstance(content, ChatPrompt | RawPrompt) else RawPrompt(content)
-        turn = SessionTurn(session, opens=opens)
-        reply = await self.service.generate(
-            GenerateRequest(f"append {next(self.numbers)}", prompt, Sampling(max_tokens=0), scope=scope, session=turn)
-        )
+        request = GenerateRequest(f"r{next(self.numbers)}", prompt, sampling, scope=scope, session=session)
+        reply = await self.service.generate(request)
         if isinstance(reply, Errored):
             raise error_of(reply.error)
-        return reply.usage
+        return reply
+
+    async def append(self, session: str, content, scope: str = "", opens: bool = False) -> Usage:
+        return (await self.generate(content, Sampling(max_tokens=0), SessionTurn(session, opens=opens), scope)).usage
 
     async def open(self, session: str, prompt=NO_PROMPT, scope: str = "") -> Usage:
         return await self.append(session, prompt, scope, opens=True)
+
+    async def ask(self, session: str, question: str, keep: bool = True) -> Answer:
+        return await self.generate(question, TWELVE, SessionTurn(session, keep))
 
     async def fork(self, session: str, child: str) -> None:
         await self.service.sessions.call(ForkSession("", session, child))
@@ -87,20 +79,19 @@ async def test_append_query_fork_and_close():
         assert known == asked_for[: len(known)] != asked_for  # a reply begins where it is asked for
         lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
         await asyncio.gather(*(sessions.append("s", line) for line in lines))
-        for line in lines:
-            known += service.text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
+        encode = service.text.tokenizer.backend_tokenizer.encode
+        known += [token for line in lines for token in encode(line, add_special_tokens=False).ids]
+        question = encode("\nLast?", add_special_tokens=False).ids
         await sessions.fork("s", "copy")
 
         before = stats.prompt_computed
-        first = (await asked(service, "s", "q", "\nLast?", keep=False)).answer()
-        question = service.text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
+        first = await sessions.ask("s", "\nLast?", keep=False)
         assert stats.prompt_computed - before <= len(question) + CONFIG.page_size
         assert first.usage.prompt == len(known) + len(question)
 
-        whole = await service.generate(request("whole", RawPrompt(known + question)))
-        of_the_fork = (await asked(service, "copy", "qf", "\nLast?")).answer()
-        again = (await asked(service, "s", "q2", "\nLast?")).answer()
-        assert first.text == whole.text == of_the_fork.text == again.text
+        whole = await sessions.generate(known + question, TWELVE)
+        others = [await sessions.ask(session, "\nLast?") for session in ("copy", "s")]
+        assert first.text == whole.text == others[0].text == others[1].text
 
         await sessions.close("s")
         await sessions.close("copy")
@@ -117,6 +108,7 @@ async def test_an_impossible_operation_raises_and_names_its_field():
             (sessions.append("s", "x"), UnknownSessionError, "session_id"),  # another tenant's
             (sessions.open("s", scope="tenant"), SessionExistsError, "session_id"),
             (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "text"),
+            (sessions.ask("never", "hello"), UnknownSessionError, "session_id"),
             (sessions.close("never"), UnknownSessionError, "session_id"),
         ):
             with pytest.raises(kind) as raised:
@@ -129,9 +121,6 @@ async def test_an_impossible_operation_raises_and_names_its_field():
         await sessions.open("t")
         with pytest.raises(OverloadedError):
             await sessions.open("u")
-        lost = await asked(service, "gone", "q", "hello")
-        assert lost.error().error.field == "session_id"
-
         appends = [asyncio.create_task(sessions.append("t", [5, 6, 7])) for _ in range(3)]
         await asyncio.sleep(0)
         await sessions.close("t")

@@ -8,8 +8,7 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import SHARED
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import ChatPrompt, Submit
+from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.service import read_preambles
 from holdfast.replicas.types import CellLimits
 
@@ -24,10 +23,7 @@ def sharing(**settings) -> World:
 
 def ask(world: World, name: str, scope: str, n: int = 8, **more) -> int:
     """Cached tokens of a prompt that begins with the preamble."""
-    world.submit(name, PREAMBLE + words(sum(name.encode()), n), 3, scope=scope, **more)
-    world.run()
-    world.assert_right(name)
-    return world.end(name).usage.cached
+    return world.serve(name, PREAMBLE + words(sum(name.encode()), n), 3, scope=scope, **more)
 
 
 def test_no_tenant_computes_it_and_none_has_its_cells():
@@ -50,9 +46,7 @@ def test_tenants_go_on_from_its_checkpoint(model):
 
 def test_a_prompt_that_leaves_it_on_the_way_finds_what_is_the_same():
     world = sharing()
-    world.submit("a", PREAMBLE[:30] + words(5, 9), 2, scope="a")
-    world.run()
-    assert world.end("a").usage.cached == 28
+    assert world.serve("a", PREAMBLE[:30] + words(5, 9), 2, scope="a") == 28
     assert ask(world, "b", "a") == 40
 
 
@@ -60,8 +54,7 @@ def test_it_stays_whatever_else_needs_room():
     world = sharing(cells=96)
     assert ask(world, "a", "a") == 40
     for i in range(12):
-        world.submit(f"n{i}", words(i, 40), 2, scope="n")
-        world.run()
+        world.serve(f"n{i}", words(i, 40), 2, scope="n")
     assert ask(world, "b", "b") == ask(world, "c", "c", cells=CellLimits(ceiling=0.25)) == 40
 
 
@@ -77,13 +70,7 @@ def test_salted_scopes_find_it_too_and_nothing_of_each_other():
     world = sharing()
     assert ask(world, "a", "a") == 40
     for name in ("b", "c"):
-        submit = Submit(
-            name, tokens=np.asarray(PREAMBLE + words(3, 9), np.int32), sampling=Sampling(2), scope="a", cache_salt=name
-        )
-        world.prompts[name] = (submit.tokens.tolist(), 2)
-        world.give(submit)
-        world.run()
-        assert world.end(name).usage.cached == 40
+        assert world.serve(name, PREAMBLE + words(3, 9), 2, scope="a", cache_salt=name) == 40
 
 
 @pytest.mark.parametrize("settings", [{"cells": 64}, {"without": ("prefix_cache",)}, {"context_length": 40}])

@@ -39,19 +39,9 @@ class Soak(World):
     """Clients that come and go; what has ended is checked and forgotten."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(
-            cells=240,
-            page_size=4,
-            max_sequences=10,
-            session_rows=4,
-            step_tokens=24,
-            context_length=128,
-            admission_ceiling=1.0,
-            completion_reserve=1,
-            session_idle_s=60.0,
-            queue_timeout_s=120.0,
-            speculation=DraftConfig(memory_bytes=1 << 20),
-        )
+        room = {"cells": 240, "max_sequences": 10, "session_rows": 4, "admission_ceiling": 1.0, "completion_reserve": 1}
+        times = {"session_idle_s": 60.0, "queue_timeout_s": 120.0}
+        super().__init__(**room, **times, step_tokens=24, speculation=DraftConfig(memory_bytes=1 << 20))
         self.random = random.Random(seed)
         self.texts: dict[str, list[int]] = {}
         self.given = self.ended = 0
@@ -190,11 +180,5 @@ async def test_the_service_under_clients_that_leave_gives_everything_back():
         assert outcomes.count("Completed") > 0
         await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
         now = service.engine.occupancy()
-        assert (now.running, now.waiting, now.rows_taken, now.cells_held, len(service.bridge._live)) == (
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
+        assert (now.running, now.waiting, now.rows_taken, now.cells_held, len(service.bridge._live)) == (0, 0, 0, 0, 0)
         check_cache(service.engine.cache)

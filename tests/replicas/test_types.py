@@ -1,34 +1,10 @@
-"""Token ids, and records: plain data, equal by what they hold, small, the same after a journey to another process."""
-
-import pickle
+"""The common prefix of token ids."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.requests import Tokens
-from holdfast.replicas.types import TokenIds, common_prefix, record
-
-
-@record
-class Pair:
-    first: int
-    second: tuple[int, ...] = ()
-
-
-def test_records_are_made_like_dataclasses_and_have_no_room_for_more() -> None:
-    assert Pair(1) == Pair(1, ())
-    assert Pair(1) != Pair(2)
-    assert repr(Pair(1, (2,))) == "Pair(first=1, second=(2,))"
-    with pytest.raises(AttributeError):
-        Pair(1).third = 3
-
-
-def test_records_travel() -> None:
-    event = Tokens("a", (1, 2))
-    assert pickle.loads(pickle.dumps(event)) == event
-
+from holdfast.replicas.types import TokenIds, common_prefix
 
 token_ids = st.lists(st.integers(0, 2), max_size=12).map(lambda t: np.array(t, dtype=np.int32))
 

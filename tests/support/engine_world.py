@@ -1,6 +1,9 @@
 """An engine over the fake runner, driven by hand, and what came out of it."""
 
+from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
@@ -30,6 +33,7 @@ from holdfast.replicas.requests import (
     Tokens,
 )
 from holdfast.replicas.scheduling.queue import FairOrder
+from holdfast.replicas.stats import QuestionStats, TextStats
 
 
 class World:
@@ -73,24 +77,16 @@ class World:
         turns: int = 0,
         ends: bool = False,
         answered: int = 0,
-        **more,
+        **fields,
     ) -> None:
-        """`more`: fields of `Submit`, by its names."""
+        """`fields`: further ones of `Submit`."""
         self.prompts[name] = (prompt, max_tokens)
-        submit = Submit(
-            name,
-            tokens=np.asarray(prompt, np.int32),
-            labels=labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt)),
-            sampling=Sampling(max_tokens),
-            scope=scope,
-            program_id=program,
-            program_arrival=began or self.now,
-            program_turns=turns,
-            answered_turns=answered,
-            program_end=ends,
-            **more,
-        )
-        self.give(submit)
+        of_program = {"program_id": program, "program_arrival": began or self.now, "program_end": ends}
+        turn = {"program_turns": turns, "answered_turns": answered}
+        labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
+        tokens, sampling = np.asarray(prompt, np.int32), Sampling(max_tokens)
+        submit = Submit(name, tokens=tokens, sampling=sampling, scope=scope, labels=labels, **of_program, **turn)
+        self.give(replace(submit, **fields))
 
     def ahead(self, name: str, prompt: list[int], program: str, handle: str = "", keep_s: float = 60.0, **more) -> None:
         """Let a prompt be computed ahead; without a handle it is kept no longer than it is computed."""
@@ -113,6 +109,12 @@ class World:
                 name, tokens=ids, sampling=Sampling(max_tokens), scope=scope, session=SessionTurn(session, keep=keep)
             )
         )
+
+    def ask(self, name: str, session: str, tokens: list[int], max_tokens: int = 8, **more) -> None:
+        """Query a session and run until it has its reply, which is checked."""
+        self.query(name, session, tokens, max_tokens, **more)
+        self.run()
+        self.assert_right(name)
 
     def fork(self, session: str, child: str, scope: str = "") -> str:
         return self.give(ForkSession(scope, session, child, request_id=f"fork {child} {next(self.serial)}"))
@@ -196,6 +198,28 @@ class World:
                 <= self.config.cells * self.config.retention.tenant_share
             )
 
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.step()
+
+    def run_until(self, *names: str) -> None:
+        """Run until these have ended."""
+        while not all(self.ends[name] for name in names):
+            assert self.engine.busy, "they never end"
+            self.step()
+
+    def begin(self, name: str, prompt: list[int], max_tokens: int = 8, **more) -> None:
+        """Submit a request and take a step."""
+        self.submit(name, prompt, max_tokens, **more)
+        self.step()
+
+    def serve(self, name: str, prompt: list[int], max_tokens: int = 8, **more) -> int:
+        """Submit a request and run until it has its reply, which is checked. Returns how much of it was cached."""
+        self.submit(name, prompt, max_tokens, **more)
+        self.run()
+        self.assert_right(name)
+        return self.end(name).usage.cached
+
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):
             if not self.engine.busy:
@@ -208,9 +232,10 @@ class World:
         assert isinstance(event, Terminal)
         return event
 
-    def assert_right(self, name: str) -> None:
-        assert self.out[name] == complete(*self.prompts[name])
-        assert isinstance(self.end(name), Finished)
+    def assert_right(self, *names: str) -> None:
+        for name in names:
+            assert self.out[name] == complete(*self.prompts[name])
+            assert isinstance(self.end(name), Finished)
 
     def assert_idle(self) -> None:
         now = self.engine.occupancy()
@@ -222,6 +247,28 @@ class World:
             assert not any(root.requests for root in roots), "the order still counts a request that has ended"
         elif isinstance(order, Plas):
             assert not order.attained, "the order still counts a request that has ended"
+
+
+def service_of(engine: object) -> Any:
+    """What metrics are made of: a service with this engine."""
+    text, questions = SimpleNamespace(stats=TextStats()), SimpleNamespace(stats=QuestionStats())
+    return SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"), text=text, questions=questions)
+
+
+def play(world: World, script: list[int | tuple[int, int, int, int]], cuts: bool = True) -> None:
+    """Requests (text, its length, most tokens, steps after) and numbers: a step each, which may also end a request."""
+    for each in script:
+        if isinstance(each, int):
+            if cuts and world.ends:
+                name = list(world.ends)[-min(each, len(world.ends))]
+                world.give(Stop(name) if each % 2 else Abort(name))
+            world.step()
+        else:
+            text, length, most, steps = each
+            world.submit(f"r{len(world.ends)}", words(text, length), most, program=f"p{text}")
+            world.steps(steps)
+    world.run()
+    world.assert_idle()
 
 
 def words(seed: int, n: int) -> list[int]:

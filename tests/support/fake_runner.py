@@ -156,12 +156,11 @@ class FakeRunner:
         if self.window:
             self.window_cells[loads.device] = -1
         for chunk in plan.chunks:
-            for i, token in enumerate(chunk.tokens):
-                page, cell = self._place(chunk.row, chunk.start + i)
-                self.cells[page, cell] = (token, chunk.start + i)
-                if self.window:
-                    page, cell = self._place(chunk.row, chunk.start + i, self.window_table)
-                    self.window_cells[page, cell] = (token, chunk.start + i)
+            positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+            written = np.stack((chunk.tokens, positions), axis=1)
+            self.cells[self._places(chunk.row, positions)] = written
+            if self.window:
+                self.window_cells[self._places(chunk.row, positions, self.window_table)] = written
         if self.window:
             self._look_through_windows(plan)
         self.states |= dict.fromkeys(loads.device.tolist())
@@ -213,26 +212,25 @@ class FakeRunner:
 
     def read(self, row: int, end: int) -> list[int]:
         """The tokens whose cells the row's page table shows, checked to be at their positions."""
-        read = []
-        for position in range(end):
-            page, cell = self._place(row, position)
-            token, at = self.cells[page, cell]
-            assert at == position, f"row {row} position {position} holds the cell of position {at}"
-            read.append(int(token))
+        positions = np.arange(end)
+        found = self.cells[self._places(row, positions)]
+        at = found[:, 1]
+        assert np.array_equal(at, positions), f"row {row} holds at its positions the cells of {at.tolist()}"
+        read: list[int] = found[:, 0].tolist()
         return read
 
     def _look_through_windows(self, plan: StepPlan) -> None:
         """Every position that a chunk sees in layers with a window has the token that its other layers see there."""
         for chunk in plan.chunks:
-            end = chunk.start + len(chunk.tokens)
-            for position in range(max(0, chunk.start - self.window + 1), end):
-                page, cell = self._place(chunk.row, position, self.window_table)
-                token, at = self.window_cells[page, cell].tolist()
-                assert at == position, f"row {chunk.row} sees at {position} the window cell of position {at}"
-                page, cell = self._place(chunk.row, position)
-                assert token == self.cells[page, cell, 0], "windows have other tokens than the cells"
+            positions = np.arange(max(0, chunk.start - self.window + 1), chunk.start + len(chunk.tokens))
+            seen = self.window_cells[self._places(chunk.row, positions, self.window_table)]
+            at = seen[:, 1]
+            assert np.array_equal(at, positions), f"row {chunk.row} sees in its window the cells of {at.tolist()}"
+            cells = self.cells[self._places(chunk.row, positions)]
+            assert np.array_equal(seen[:, 0], cells[:, 0]), "windows have other tokens than the cells"
 
-    def _place(self, row: int, position: int, table: np.ndarray | None = None) -> tuple[int, int]:
-        page = int((self.table if table is None else table)[row, position // self.page_size])
-        assert page >= 0, f"row {row} has no page for position {position}"
-        return page, position % self.page_size
+    def _places(self, row: int, positions: np.ndarray, table: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """The page and the cell of each position."""
+        pages = (self.table if table is None else table)[row, positions // self.page_size]
+        assert (pages >= 0).all(), f"row {row} has no page for one of its positions up to {positions[-1]}"
+        return pages, positions % self.page_size

@@ -1,7 +1,11 @@
-"""Recounts of the KV cache's books: an AssertionError says which count is wrong. It visits every node."""
+"""Recounts of the KV cache's books, and whole sequences in a cache.
+
+An AssertionError says which count is wrong. A recount visits every node.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +14,23 @@ from holdfast.replicas.kv.pages import NO_SLOT, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, RadixTree
 from holdfast.replicas.kv.states import CheckpointStore, States
 from holdfast.replicas.kv.windows import Windows
-from holdfast.replicas.types import tenant_of
+from holdfast.replicas.types import TokenIds, tenant_of
+
+
+def begin(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", **more: Any) -> Holding:
+    """A sequence with cells for all of `tokens`."""
+    holding = cache.acquire(scope, tokens, now, **more).holding
+    assert cache.grow(holding, len(tokens)) is not None
+    check_cache(cache)
+    return holding
+
+
+def run(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", **more: Any) -> int:
+    """A sequence from its first token to its last. Returns how many tokens it found cached."""
+    holding = begin(cache, tokens, now, scope, **more)
+    cache.finish(holding, tokens, len(tokens), now)
+    check_cache(cache)
+    return holding.n_cached
 
 
 def check_cache(cache: KVCache) -> None:

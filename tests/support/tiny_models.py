@@ -154,8 +154,11 @@ def loaded(name: str) -> LoadedRunner:
     return load_runner(config_of(name))
 
 
-def gpu_runner(config: EngineConfig, *, graphs: bool) -> GpuRunner:
-    """Steps as on a GPU; without one in Triton's interpreter, where graphs are plain calls."""
+def gpu_runner(config: EngineConfig, *, graphs: bool, tokens: int = 8) -> GpuRunner:
+    """Steps as on a GPU; without one in Triton's interpreter, where graphs are plain calls.
+
+    `tokens`: of the longest step that has a graph.
+    """
     info = inspect_model(config.model)
     if config.speculation.mtp:
         info = with_next_token(info, stored_tensors(config.model, Path(config.model)))
@@ -169,7 +172,7 @@ def gpu_runner(config: EngineConfig, *, graphs: bool) -> GpuRunner:
     assert decoder is not None
     runner = GpuRunner(decoder, kv, config.max_sequences, 128)
     if graphs:
-        room = GraphRoom(tokens=8, items=64, wide_items=16, partials=256, extra=4096, programs=2)
+        room = GraphRoom(tokens=tokens, items=64, wide_items=16, partials=256, extra=4096, programs=2)
         assert runner.capture(capture(), room, lambda line: None)
     return runner
 

@@ -7,6 +7,7 @@ pages all the time.
 
 from dataclasses import dataclass
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,8 @@ from holdfast.replicas.types import TokenIds
 
 GARBAGE = -1
 tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
-kinds = st.builds(
-    Label,
-    st.sampled_from(["", "user_query"]),
-    st.sampled_from([-1, 0, 20, 80]),
-    st.sampled_from([3.0, inf]),
-    st.booleans(),
-)
+tags, tiers, lapses = st.sampled_from(["", "user_query"]), st.sampled_from([-1, 0, 20, 80]), st.sampled_from([3.0, inf])
+kinds = st.builds(Label, tags, tiers, lapses, st.booleans())
 labels = st.builds(
     lambda ends, parts, rest: Labels(ends[: len(parts)], parts[: len(ends)], rest),
     st.lists(st.integers(1, 40), max_size=3, unique=True).map(lambda ends: tuple(sorted(ends))),
@@ -37,6 +33,9 @@ labels = st.builds(
     kinds,
 )
 people = st.sampled_from("pq")
+scopes = st.sampled_from(["a", "a", "a", "b", "b", None])
+Drawn: TypeAlias = tuple[int, int, tuple[int, ...]]
+prompts = st.tuples(st.integers(0, 5), st.integers(0, 40), tails)  # arguments of `_prompt`
 
 
 @dataclass(eq=False)
@@ -66,9 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
     pins = Bundle("pins")
 
     @initialize(
-        page_size=st.sampled_from([1, 4, 16]),
-        n_pages=st.integers(1, 24),
-        host_pages=st.sampled_from([0, 1, 3, 12, 40]),
+        page_size=st.sampled_from([1, 4, 16]), n_pages=st.integers(1, 24), host_pages=st.sampled_from([0, 1, 3, 12, 40])
     )
     def start(self, page_size: int, n_pages: int, host_pages: int) -> None:
         host = HostTier(host_pages, page_size) if host_pages else None
@@ -115,20 +112,9 @@ class CacheMachine(RuleBasedStateMachine):
         """A part of something a sequence had before, and new tokens."""
         return [*self.begun[-1 - back % len(self.begun)][:cut], *tail]
 
-    @rule(
-        target=agents,
-        scope=st.sampled_from(["a", "a", "a", "b", "b", None]),
-        back=st.integers(0, 5),
-        cut=st.integers(0, 40),
-        tail=tails,
-        continues=st.booleans(),
-        said=labels,
-        who=people,
-    )
-    def begin(
-        self, scope: str | None, back: int, cut: int, tail: tuple[int, ...], continues: bool, said: Labels, who: str
-    ) -> Agent:
-        return self._begin(scope, self._prompt(back, cut, tail), continues, said, who)
+    @rule(target=agents, scope=scopes, prompt=prompts, continues=st.booleans(), said=labels, who=people)
+    def begin(self, scope: str | None, prompt: Drawn, continues: bool, said: Labels, who: str) -> Agent:
+        return self._begin(scope, self._prompt(*prompt), continues, said, who)
 
     @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), soft=st.booleans())
     def pin(self, scope: str, back: int, cut: int, soft: bool) -> tuple[Pin, str, list[int]]:
@@ -144,18 +130,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.unpin(pinned[0])
         self.pinned.remove(pinned)
 
-    @rule(
-        target=agents,
-        back=st.integers(0, 5),
-        cut=st.integers(0, 40),
-        tail=tails,
-        n=st.integers(1, 40),
-        token=st.integers(0, 2),
-    )
-    def begin_twins(self, back: int, cut: int, tail: tuple[int, ...], n: int, token: int) -> object:
+    @rule(target=agents, prompt=prompts, n=st.integers(1, 40), token=st.integers(0, 2))
+    def begin_twins(self, prompt: Drawn, n: int, token: int) -> object:
         """Two sequences that compute the same tokens at the same time, and may then go different ways."""
-        prompt = self._prompt(back, cut, tail)
-        twins = [self._begin("a", [*prompt, *end]) for end in ([], [token])]
+        tokens = self._prompt(*prompt)
+        twins = [self._begin("a", [*tokens, *end]) for end in ([], [token])]
         for agent in twins:
             self._compute(agent, n, 0, token)
         return multiple(*twins)
@@ -311,27 +290,26 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_reads_its_own_cells(self) -> None:
-        for agent in getattr(self, "live", []):
+        for agent in self.live:
             assert self._read(agent, agent.n_computed) == agent.true_cells()[: agent.n_computed]
 
     @invariant()
     def what_is_pinned_is_there(self) -> None:
-        for _, scope, tokens in getattr(self, "pinned", []):
+        for _, scope, tokens in self.pinned:
             assert self.cache.peek(scope, np.array([*tokens, 0], dtype=np.int32)) >= len(tokens)
 
     @invariant()
     def books_balance(self) -> None:
-        if hasattr(self, "cache"):
-            check_cache(self.cache)
-            stats = self.cache.stats
-            assert stats.free + stats.tree + stats.held == stats.total
-            assert stats.evictable <= stats.tree
-            assert stats.host_used == 0 or self.cache.host is not None
+        check_cache(self.cache)
+        stats = self.cache.stats
+        assert stats.free + stats.tree + stats.held == stats.total
+        assert stats.evictable <= stats.tree
+        assert stats.host_used == 0 or self.cache.host is not None
 
     @invariant()
     def what_is_on_the_host_can_be_brought_back(self) -> None:
         """Every pin there protects the cells of its tokens."""
-        for agent in getattr(self, "live", []):
+        for agent in self.live:
             reach = self.reloads.reach(agent.holding)
             if reach:
                 pages = self.reloads._host.pages(self.reloads._pins[agent.holding])
@@ -355,5 +333,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.free + stats.evictable == stats.total, "with nobody left, every cell can be had"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestCacheLaw = CacheMachine.TestCase

@@ -9,9 +9,7 @@ import pytest
 from engine_world import World, words
 
 from holdfast.replicas.config import DraftConfig, least_window_cells
-from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache
-from holdfast.replicas.kv.states import StateSlots
 from holdfast.replicas.kv.tensors import CellShape
 
 SIZE, WINDOW = 4, 20
@@ -29,21 +27,13 @@ def world(kind: str, room: int = 40, **settings) -> World:
     return World(**(defaults | settings))
 
 
-def turn(the: World, name: str, prompt: list[int], most: int = 8, **more) -> int:
-    """Tokens of the prompt that were cached; the reply is checked."""
-    the.submit(name, prompt, most, **more)
-    the.run()
-    the.assert_right(name)
-    return the.end(name).usage.cached
-
-
 def test_a_program_continues_from_the_window_at_the_end_of_its_reply() -> None:
     the = world("windows", speculation=NO_DRAFTS)
     prompt = words(1, 41)
-    assert turn(the, "a", prompt, program="p") == 0
+    assert the.serve("a", prompt, program="p") == 0
     longer = prompt + the.out["a"] + words(2, 9)
     end = 41 + len(the.out["a"]) - 1  # the last token has no cell
-    assert turn(the, "b", longer, program="p") == end
+    assert the.serve("b", longer, program="p") == end
     copies = [copy for plan in the.runner.plans for copy in plan.copies]
     assert [(copy.cells, copy.kind) for copy in copies] == ([(end % SIZE, 0), (end % SIZE, 1)] if end % SIZE else [])
 
@@ -51,11 +41,11 @@ def test_a_program_continues_from_the_window_at_the_end_of_its_reply() -> None:
 def test_a_program_continues_from_the_state_at_the_end_of_its_reply() -> None:
     the = world("states", speculation=NO_DRAFTS)
     prompt = words(1, 40)
-    assert turn(the, "a", prompt, program="p") == 0
+    assert the.serve("a", prompt, program="p") == 0
     longer = prompt + the.out["a"] + words(2, 9)
     # The state lacks the token drawn last and the one that it was drawn from.
     start = 40 + len(the.out["a"]) - 2
-    assert turn(the, "b", longer, program="p") == start
+    assert the.serve("b", longer, program="p") == start
     chunk = next(c for p in the.runner.plans for c in p.chunks if c.start == start and len(c.tokens) > 1)
     assert chunk.state is not None
     assert chunk.state.source != chunk.state.target, "the checkpoint stays for others"
@@ -66,15 +56,15 @@ def test_a_prompt_without_the_last_reply_computes_that_reply_alone(kind: str) ->
     """The history of a thinking model has no thoughts, so the next turn leaves the old one near the prompt's end."""
     the = world(kind)
     prompt = words(1, 61)
-    turn(the, "a", prompt, most=30, program="p")
-    assert turn(the, "b", prompt[:58] + words(3, 30), program="p") == 52  # the last page's end 8 before the prompt's
+    the.serve("a", prompt, 30, program="p")
+    assert the.serve("b", prompt[:58] + words(3, 30), program="p") == 52  # the last page's end 8 before the prompt's
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_is_shared_after_its_second_use(kind: str) -> None:
     the = world(kind)
     shared = words(1, 50)
-    cached = [turn(the, str(i), shared + words(10 + i, 30), program=f"p{i}") for i in range(4)]
+    cached = [the.serve(str(i), shared + words(10 + i, 30), program=f"p{i}") for i in range(4)]
     assert cached == [0, 0, 48, 48]
 
 
@@ -85,8 +75,7 @@ def test_programs_that_wait_together_compute_their_prefix_once(kind: str) -> Non
     for i in range(8):
         the.submit(str(i), shared + words(20 + i, 20), 4, program=f"p{i}")
     the.run()
-    for i in range(8):
-        the.assert_right(str(i))
+    the.assert_right(*(str(i) for i in range(8)))
     assert sorted(the.end(str(i)).usage.cached for i in range(8)) == [0] + [64] * 7
 
 
@@ -156,11 +145,3 @@ def test_the_state_that_is_cheapest_to_compute_again_is_evicted_first() -> None:
     checkpoint(cache, words(5, 20), 5)  # takes the slot of the one with 10 tokens
     found = [cache.peek("", np.asarray([*words(seed, n), 1], np.int32)) for seed, n in ((1, 100), (2, 10), (3, 60))]
     assert found == [100, 0, 60]
-
-
-def test_a_slot_is_released_once() -> None:
-    slots = StateSlots(4)
-    slot = slots.alloc(1)
-    slots.release(slot)
-    with pytest.raises(EngineError):
-        slots.release(slot)

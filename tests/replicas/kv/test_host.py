@@ -1,7 +1,7 @@
 """The host tier's books: what of the evicted is kept, and for how long. The law of its use is `test_cache_law`'s."""
 
 import numpy as np
-from kv_audit import check_cache
+from kv_audit import check_cache, run
 
 from holdfast.replicas.kv.cache import KVCache, Reloads
 from holdfast.replicas.kv.host import HostTier
@@ -11,13 +11,6 @@ SIZE = 4
 
 def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
-
-
-def run(cache: KVCache, tokens: np.ndarray, scope: str = "") -> None:
-    """A sequence from its first token to its last."""
-    holding = cache.acquire(scope, tokens, 0.0).holding
-    assert cache.grow(holding, len(tokens)) is not None
-    cache.finish(holding, tokens, len(tokens), 0.0)
 
 
 def world(pages: int, host_pages: int) -> tuple[KVCache, HostTier, Reloads]:

@@ -112,11 +112,10 @@ class LimitsMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        if hasattr(self, "cache"):
-            check_cache(self.cache)
+        check_cache(self.cache)
 
 
-LimitsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+LimitsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestLimitsLaw = LimitsMachine.TestCase
 
 

@@ -1,28 +1,18 @@
 """What prompts begin with gets its tokens from the prompts, and is told only while the cache has it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from engine_world import World
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_audit import run
 
 from holdfast.replicas.kv.cache import REPORT_S, KVCache, PrefixReport
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Submit
 from holdfast.replicas.types import TokenIds, common_prefix
 
 
 def tokens(*numbers: int) -> TokenIds:
     return np.array(numbers, dtype=np.int32)
-
-
-def serve(cache: KVCache, prompt: TokenIds, scope: str = "t") -> None:
-    """Compute a prompt and leave it in the cache."""
-    holding = cache.acquire(scope, prompt, 0.0).holding
-    assert cache.grow(holding, len(prompt)) is not None
-    cache.finish(holding, prompt, len(prompt), 0.0)
 
 
 SHARED = tokens(*range(1, 21))
@@ -33,7 +23,7 @@ def test_two_prompts_say_what_they_share() -> None:
     for tail in (range(100, 110), range(200, 215)):
         prompt = tokens(*SHARED, *tail)
         made.seen("t", "d", prompt)
-        serve(cache, prompt)
+        run(cache, prompt, scope="t")
     made.look(cache, 0.0)
     assert made.held == {"d": len(SHARED)}
 
@@ -42,7 +32,7 @@ def test_of_one_prompt_alone_nobody_knows_where_its_beginning_ends_and_a_scope_s
     cache, made = KVCache(64, 4), PrefixReport()
     made.seen("t", "d", SHARED)
     made.seen("other", "e", SHARED)
-    serve(cache, SHARED)
+    run(cache, SHARED, scope="t")
     made.look(cache, 0.0)
     assert made.held == {"d": 0}
 
@@ -53,7 +43,7 @@ def test_the_same_prompt_again_says_no_more(second: int) -> None:
     prompt = tokens(*SHARED, *range(100, 112))
     for each in (prompt, prompt[:second]):
         made.seen("t", "d", each)
-        serve(cache, each)
+        run(cache, each, scope="t")
     made.look(cache, 0.0)
     assert made.held == {"d": 0}
     made.seen("t", "d", tokens(*SHARED, *range(200, 212)))
@@ -68,7 +58,7 @@ def test_no_more_is_told_than_all_prompts_so_far_begin_with(tails: list[list[int
     for i, tail in enumerate(tails):
         prompt = tokens(*SHARED, *tail)
         made.seen("t", "d", prompt)
-        serve(cache, prompt)
+        run(cache, prompt, scope="t")
         made.look(cache, i * REPORT_S)
         told = made.held["d"]
         shared = min(
@@ -82,8 +72,8 @@ def test_no_more_is_told_than_all_prompts_so_far_begin_with(tails: list[list[int
 
 def test_a_look_that_came_too_early_is_made_up_for_in_an_idle_step() -> None:
     world = World(cells=64)
-    world.give(replace(submitted("a", SHARED), prefixes=("d",)))
-    world.give(replace(submitted("b", tokens(*SHARED, 40, 41)), prefixes=("d",)))
+    for name, tail in (("a", []), ("b", [40, 41])):
+        world.submit(name, [*SHARED.tolist(), *tail], 1, prefixes=("d",))
     world.now = 0.1
     while world.engine.busy:
         world.engine.step(world.now)  # all of them before the next look is due
@@ -94,16 +84,12 @@ def test_a_look_that_came_too_early_is_made_up_for_in_an_idle_step() -> None:
     assert world.engine.due is None
 
 
-def submitted(name: str, prompt: TokenIds) -> Submit:
-    return Submit(name, tokens=prompt, sampling=Sampling(max_tokens=1))
-
-
 def test_what_was_evicted_is_told_no_more() -> None:
     cache, made = KVCache(16, 4), PrefixReport()
     made.seen("t", "d", SHARED)
-    serve(cache, SHARED)
+    run(cache, SHARED, scope="t")
     made.look(cache, 0.0)
-    serve(cache, tokens(*range(1000, 1060)))
+    run(cache, tokens(*range(1000, 1060)), scope="t")
     made.look(cache, REPORT_S / 2)
     assert made.held, "it is looked at now and then"
     made.look(cache, REPORT_S)
@@ -112,7 +98,7 @@ def test_what_was_evicted_is_told_no_more() -> None:
 
 def test_those_asked_for_last_are_kept() -> None:
     cache, made = KVCache(64, 4), PrefixReport(most=2)
-    serve(cache, SHARED)
+    run(cache, SHARED, scope="t")
     for digest in ("a", "b", "a", "c"):
         made.seen("t", digest, SHARED)
     made.look(cache, 0.0)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.kv.pages import PagePool
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
-from holdfast.replicas.kv.tags import PLAIN, Label
+from holdfast.replicas.kv.tags import PLAIN
 from holdfast.replicas.types import TokenIds, common_prefix
 
 
@@ -22,14 +22,14 @@ class _Grove:
         self.tree = RadixTree(self.pool)
         self.now = 0.0
 
-    def put(self, tokens: TokenIds, scope: str = "", label: Label = PLAIN) -> Node:
-        prefix = self.tree.walk(self.tree.root(scope), tokens)
+    def put(self, tokens: TokenIds) -> Node:
+        prefix = self.tree.walk(self.tree.root(""), tokens)
         node = self.tree.node_at(prefix)
         if prefix.length < len(tokens):
             first = prefix.length // self.pool.page_size
             pages = self.pool.alloc(self.pool.pages_for(len(tokens)) - first)
             assert pages is not None
-            node = self.tree.add(node, tokens[prefix.length :], pages, label)
+            node = self.tree.add(node, tokens[prefix.length :], pages, PLAIN)
         self.use(node)
         return node
 
@@ -38,8 +38,8 @@ class _Grove:
         self.tree.lease(node, self.now)
         self.tree.release(node)
 
-    def known(self, tokens: TokenIds, scope: str = "") -> int:
-        return self.tree.walk(self.tree.root(scope), tokens).length
+    def known(self, tokens: TokenIds) -> int:
+        return self.tree.walk(self.tree.root(""), tokens).length
 
 
 tokens_lists = st.lists(st.integers(0, 2), max_size=12).map(lambda t: np.array(t, dtype=np.int32))
@@ -57,7 +57,7 @@ def test_walk_finds_the_longest_prefix_of_anything_put_in(put: list[TokenIds], q
 
 
 @given(st.integers(1, 100_000), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_walk_of_a_long_edge_finds_where_a_text_leaves_it(length: int, data: st.DataObject) -> None:
     """Cut in two and shortened at its end like others: neither what was below nor what was cut off is found by it."""
     grove = _Grove(n_pages=25_000)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_audit import check_cache
+from kv_audit import check_cache, run
 
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.tags import (
@@ -16,7 +16,6 @@ from holdfast.replicas.kv.tags import (
     SHARED_S,
     SYSTEM,
     TAGS,
-    UNLABELLED,
     Hint,
     Label,
     Labels,
@@ -107,15 +106,6 @@ def test_pieces_cover_what_is_saved_and_are_cut_between_pages(
 # ---- what is evicted ----
 
 
-def run(cache: KVCache, tokens: TokenIds, labels: Labels, who: str, now: float, scope: str = "") -> int:
-    """A whole request; how much of it was cached."""
-    holding = cache.acquire(scope, tokens, now, labels=labels, who=who).holding
-    assert cache.grow(holding, len(tokens)) is not None
-    cache.finish(holding, tokens, len(tokens), now)
-    check_cache(cache)
-    return holding.n_cached
-
-
 def only(label: Label) -> Labels:
     return Labels(rest=label)
 
@@ -130,12 +120,12 @@ HIGH = Label(priority=100)
 def test_a_beginning_is_kept_once_another_program_has_used_it() -> None:
     cache = KVCache(24, SIZE)
     shared, own = ids(0, 16), ids(500, 16)
-    run(cache, np.concatenate((own, ids(600, SIZE))), system(16), "r", 0.0)
-    run(cache, np.concatenate((own, ids(600, SIZE), ids(700, 1))), system(16), "r", 1.0)
+    run(cache, np.concatenate((own, ids(600, SIZE))), 0.0, labels=system(16), who="r")
+    run(cache, np.concatenate((own, ids(600, SIZE), ids(700, 1))), 1.0, labels=system(16), who="r")
     for n, who in enumerate("pq"):
-        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, 2.0 + n)
+        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), 2.0 + n, labels=system(16), who=who)
     for n in range(8):
-        run(cache, ids(1000 + 100 * n, 32), UNLABELLED, f"x{n}", 10.0 + n)
+        run(cache, ids(1000 + 100 * n, 32), 10.0 + n, who=f"x{n}")
     assert cache.peek("", np.append(shared, 1)) == 16
     assert cache.peek("", np.append(own, 1)) == 0, "its own next turn shows no sharing"
     assert cache.tree.queue.raised == 4
@@ -145,9 +135,9 @@ def test_what_stands_above_the_others_lapses_with_time() -> None:
     cache = KVCache(24, SIZE)
     shared = ids(0, 16)
     for n, who in enumerate("pq"):
-        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, float(n))
+        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), float(n), labels=system(16), who=who)
     for n in range(8):
-        run(cache, ids(1000 + 100 * n, 32), UNLABELLED, "x", SHARED_S + 10.0 + n)
+        run(cache, ids(1000 + 100 * n, 32), SHARED_S + 10.0 + n, who="x")
     assert cache.peek("", np.append(shared, 1)) == 0
     assert cache.tree.queue.raised == 0
 
@@ -158,7 +148,7 @@ def test_everything_at_the_top_is_nothing_at_the_top() -> None:
     for label in (HIGH, PLAIN):
         cache = KVCache(24, SIZE)
         for n in range(12):
-            run(cache, ids(100 * n, 16), only(label), f"p{n}", float(n))
+            run(cache, ids(100 * n, 16), float(n), labels=only(label), who=f"p{n}")
         kept.append([n for n in range(12) if cache.peek("", np.append(ids(100 * n, 16), 9))])
     assert kept[0] == kept[1]
 
@@ -166,16 +156,16 @@ def test_everything_at_the_top_is_nothing_at_the_top() -> None:
 def test_a_tenant_takes_no_more_of_the_others_than_its_share() -> None:
     cache = KVCache(40, SIZE, share=0.5)
     for n in range(20):
-        run(cache, ids(100 * n, 16), only(HIGH), f"greedy{n}", float(n), "greedy")
+        run(cache, ids(100 * n, 16), float(n), "greedy", labels=only(HIGH), who=f"greedy{n}")
     assert cache.tree.queue.raised <= 20
-    run(cache, ids(0, 16), only(HIGH), "modest", 30.0, "modest")
+    run(cache, ids(0, 16), 30.0, "modest", labels=only(HIGH), who="modest")
     assert cache.tree.queue.raised <= 20
     for n in range(20, 40):
-        run(cache, ids(100 * n, 16), only(HIGH), f"greedy{n}", 30.0 + n, "greedy")
+        run(cache, ids(100 * n, 16), 30.0 + n, "greedy", labels=only(HIGH), who=f"greedy{n}")
         assert cache.tree.queue.raised <= 20
     assert cache.peek("modest", np.append(ids(0, 16), 9)) == 16, "what is the modest one's stays"
     for n in range(10):
-        run(cache, ids(100 * n, 16), UNLABELLED, f"plain{n}", 100.0 + n, "plain")
+        run(cache, ids(100 * n, 16), 100.0 + n, "plain", who=f"plain{n}")
     found = [cache.peek("plain", np.append(ids(100 * n, 16), 9)) for n in range(10)]
     assert sum(found) >= 64, "half of the cells go by age"
 
@@ -183,11 +173,11 @@ def test_a_tenant_takes_no_more_of_the_others_than_its_share() -> None:
 def test_a_hint_for_a_part_of_what_is_cached_counts_for_that_part_alone() -> None:
     cache = KVCache(24, SIZE)
     tokens = ids(0, 16)
-    run(cache, tokens, UNLABELLED, "p", 0.0)
+    run(cache, tokens, 0.0, who="p")
     part = labels_of(["user"], [0], 17, [Hint("tokens", HIGH, SIZE, 2 * SIZE)])
-    run(cache, np.append(tokens, 99), part, "p", 1.0)
+    run(cache, np.append(tokens, 99), 1.0, labels=part, who="p")
     assert cache.tree.queue.raised == 1
-    run(cache, ids(1000, 88), UNLABELLED, "q", 2.0)
+    run(cache, ids(1000, 88), 2.0, who="q")
     assert cache.peek("", np.append(tokens, 1)) == 2 * SIZE, "it and what stands before it"
 
 
@@ -196,10 +186,10 @@ def test_what_an_ended_program_alone_had_goes_first() -> None:
     shared = ids(0, 16)
     prompts = {who: np.concatenate((shared, ids(100 * n, 16))) for n, who in enumerate("pq", 1)}
     for n, (who, prompt) in enumerate(prompts.items()):
-        run(cache, prompt, system(16), who, float(n))
+        run(cache, prompt, float(n), labels=system(16), who=who)
     cache.demote("", prompts["q"], "q")
     check_cache(cache)
-    run(cache, ids(1000, 64), UNLABELLED, "x", 9.0)
+    run(cache, ids(1000, 64), 9.0, who="x")
     assert cache.peek("", np.append(prompts["p"], 1)) == 32, "older, and still somebody's"
     assert cache.peek("", np.append(prompts["q"], 1)) == 16, "the system prompt is not its alone"
 
@@ -207,8 +197,8 @@ def test_what_an_ended_program_alone_had_goes_first() -> None:
 def test_an_ended_program_lets_nothing_go_that_others_use_or_go_on_from() -> None:
     cache = KVCache(24, SIZE)
     prompt = ids(0, 16)
-    run(cache, prompt, UNLABELLED, "p", 0.0)
-    run(cache, np.concatenate((prompt, ids(50, 8))), UNLABELLED, "child", 1.0)
+    run(cache, prompt, 0.0, who="p")
+    run(cache, np.concatenate((prompt, ids(50, 8))), 1.0, who="child")
     pin = cache.pin("", np.concatenate((prompt, ids(50, 8))), 2.0)
     cache.demote("", prompt, "p")
     cache.demote("", np.concatenate((prompt, ids(50, 8))), "child")
@@ -221,7 +211,7 @@ def test_an_ended_program_lets_nothing_go_that_others_use_or_go_on_from() -> Non
 def test_evicted_cells_are_counted_by_tag() -> None:
     evicted: dict[str, int] = {}
     cache = KVCache(8, SIZE, evicted=evicted)
-    run(cache, ids(0, 16), only(Label("tool_output")), "p", 0.0)
-    run(cache, ids(100, 16), UNLABELLED, "q", 1.0)
-    run(cache, ids(200, 32), UNLABELLED, "r", 2.0)
+    run(cache, ids(0, 16), 0.0, labels=only(Label("tool_output")), who="p")
+    run(cache, ids(100, 16), 1.0, who="q")
+    run(cache, ids(200, 32), 2.0, who="r")
     assert evicted == {"tool_output": 16, OTHER: 16}

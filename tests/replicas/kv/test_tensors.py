@@ -25,20 +25,17 @@ SHAPE = CellShape(layers=3, kv_heads=2, head_dim=8)
 PAGES = 12
 
 
-def test_one_allocation_of_the_shape_asked_for():
-    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16)
-    assert kv.data.shape == (3, 2, 5, 4, 2, 8)
-    assert (kv.pages, kv.page_size, kv.cells) == (5, 4, 20)
-    assert kv.cell_bytes == 2 * 3 * 2 * 8 * 2
-    assert kv.data.untyped_storage().nbytes() == kv.cells * kv.cell_bytes
-
-
-def test_in_int8_a_cell_has_bytes_and_scales():
-    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, kv_dtype="int8")
-    assert (kv.data.shape, kv.dtype) == ((3, 2, 5, 4, 2, 12), torch.bfloat16)
-    assert kv.cell_bytes == 2 * 3 * 2 * (8 + 4)
+@pytest.mark.parametrize(
+    ("kv_dtype", "width", "cell_bytes"), [("auto", 8, 2 * 3 * 2 * 8 * 2), ("int8", 12, 2 * 3 * 2 * 12)]
+)
+def test_one_allocation_of_the_shape_asked_for(kv_dtype, width, cell_bytes):
+    """In int8 a cell has bytes and scales."""
+    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    assert (kv.data.shape, kv.dtype) == ((3, 2, 5, 4, 2, width), torch.bfloat16)
+    assert (kv.pages, kv.page_size, kv.cells, kv.cell_bytes) == (5, 4, 20, cell_bytes)
+    assert kv.data.untyped_storage().nbytes() == kv.cells * cell_bytes
     kv.resize(2)
-    assert kv.data.untyped_storage().nbytes() == 2 * 4 * kv.cell_bytes
+    assert kv.data.untyped_storage().nbytes() == 2 * 4 * cell_bytes
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KVDType))
@@ -82,7 +79,7 @@ some = st.integers(1, PAGES).flatmap(
 
 
 @given(some, st.sampled_from([0, 1, 3, 64]), st.sampled_from(get_args(KVDType)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_comes_back_is_what_left(pages, staged_pages, kv_dtype):
     left, host, back = pages
     kv, tier = tiers(staged_pages, kv_dtype)
@@ -167,7 +164,7 @@ class Late(Inline):
 
 
 @given(some, st.sampled_from([0, 2, 6]), st.lists(st.integers(0, 1), max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lanes_need_no_order_but_what_they_ask_for(pages, staged_pages, turns):
     """What leaves is taken over, and comes back in the same step, by whichever lane is free."""
     left, host, back = pages
@@ -217,7 +214,7 @@ class Counted:
 
 
 @given(st.integers(1, 64), st.integers(0, 40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_however_much_moves_nothing_is_allocated_beyond_two_small_buffers(n, staged_pages):
     kv = KVTensors(CellShape(layers=2, kv_heads=2, head_dim=32), 64, 8, torch.float32)
     kv.data.normal_()

@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.loadgen.simulator.policies import RETENTION
@@ -121,7 +121,6 @@ calls = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(calls, max_size=60), st.integers(1, 5), st.floats(0.0, 600.0), st.integers(0, 300_000))
 def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others):
     """Whatever has been seen; where two ages waste the same one of them is as good as the other."""

@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.policy import (
-    Conditions,
-    Pause,
-    RestoreCost,
-    break_even_s,
-    discard_waste,
-    swap_waste,
-)
+from holdfast.replicas.retention.policy import Conditions, Pause, RestoreCost, break_even_s, discard_waste, swap_waste
 
 seconds = st.floats(0.001, 100.0)
 pauses = st.builds(Pause, st.just(""), st.just(""), st.integers(1, 10_000))

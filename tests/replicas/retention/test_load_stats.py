@@ -85,12 +85,10 @@ def test_steps_that_only_decode_say_nothing():
     world.step_s = 1.0
     learned = world.engine._load
     for i in range(12):
-        world.submit(f"short {i}", [i + 1], 8)
-        world.run()
+        world.serve(f"short {i}", [i + 1], 8)
     assert learned.conditions().restore == RestoreCost()
     for i in range(12):
-        world.submit(f"long {i}", words(i, 40), 1)
-        world.run()
+        world.serve(f"long {i}", words(i, 40), 1)
     assert learned.conditions().restore.seconds(40) > 0.5
 
 

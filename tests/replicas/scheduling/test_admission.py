@@ -20,23 +20,15 @@ def cells_of_running(world: World) -> int:
 def paused(world: World, number: int, prompt: list[int]) -> list[int]:
     """A program has its first turn, which leaves a pin; its history."""
     name = f"p{number}"
-    world.submit(name, prompt, 4, program=name, began=float(number))
-    world.run()
+    world.serve(name, prompt, 4, program=name, began=float(number))
     world.give(TurnEnded(name, "", name, ("ls",), False, 1))
     return prompt + world.out[name]
 
 
 @pytest.mark.parametrize("ceiling", [0.25, 0.5, 0.75])
 def test_what_runs_stays_within_the_ceiling_to_its_end(ceiling: float) -> None:
-    world = World(
-        cells=1024,
-        context_length=256,
-        max_sequences=32,
-        page_size=4,
-        completion_reserve=32,
-        admission_ceiling=ceiling,
-        step_tokens=64,
-    )
+    room = {"cells": 1024, "context_length": 256, "max_sequences": 32, "completion_reserve": 32}
+    world = World(**room, admission_ceiling=ceiling, step_tokens=64)
     for i in range(20):
         world.submit(f"r{i}", words(i, 90), 30)
     most, together = 0, 0
@@ -50,42 +42,30 @@ def test_what_runs_stays_within_the_ceiling_to_its_end(ceiling: float) -> None:
 
 
 def test_a_cached_prefix_counts_from_when_somebody_uses_it() -> None:
-    world = World(cells=512, context_length=256, max_sequences=8, page_size=4, admission_ceiling=0.5)
+    world = World(cells=512, context_length=256, max_sequences=8, admission_ceiling=0.5)
     preamble = words(1, 120)
-    world.submit("first", preamble, 1)
-    world.run()
+    world.serve("first", preamble, 1)
     for i in range(2):
         world.submit(f"r{i}", words(100 + i, 100), 20)
     world.submit("again", [*preamble, *words(3, 8)], 8)  # only 16 cells beyond what is cached, of 136
     world.step()
     assert world.engine.occupancy().running == 2
     world.run()
-    for name in ("r0", "r1", "again"):
-        world.assert_right(name)
+    world.assert_right("r0", "r1", "again")
 
 
 @pytest.mark.parametrize("policy", ["none", KEEP])
 def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy: str) -> None:
-    retention = replace(KEEPS, policy=policy)
-    world = World(
-        cells=2048,
-        context_length=512,
-        max_sequences=40,
-        session_rows=30,
-        page_size=4,
-        completion_reserve=16,
-        retention=retention,
-    )
+    room = {"cells": 2048, "context_length": 512, "max_sequences": 40, "session_rows": 30}
+    world = World(**room, retention=replace(KEEPS, policy=policy))
     world.engine.scheduler._high_water = int(0.8 * 2048)
     for i in range(24):
         paused(world, 100 + i, words(i + 50, 76))
     world.submit("early", talkative(10, 100), 100, began=1.0)
-    for _ in range(3):
-        world.step()
+    world.steps(3)
     assert world.engine.cache.cells.in_use >= (0.8 * 2048 if policy == KEEP else 0)
     asked = world.now
-    world.submit("second", words(999, 120), 4, began=2.0)
-    world.run()
+    world.serve("second", words(999, 120), 4, began=2.0)
     assert world.end("second").timing.first_token - asked <= 2.0
     assert world.engine.stats.chunks_deferred == 0
 
@@ -94,26 +74,14 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
 @pytest.mark.parametrize("own", [False, True])
 def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: bool) -> None:
     """A preamble that a paused program has as well, and histories that come back to their own pins."""
-    world = World(
-        cells=1024,
-        context_length=1000,
-        max_sequences=20,
-        session_rows=10,
-        page_size=4,
-        completion_reserve=64,
-        without=("chunk_deferral",),
-        admission_ceiling=0.5,
-        step_tokens=400,
-        retention=replace(KEEPS, policy=policy),
-    )
+    room = {"cells": 1024, "context_length": 1000, "max_sequences": 20, "session_rows": 10, "completion_reserve": 64}
+    how = {"without": ("chunk_deferral",), "admission_ceiling": 0.5, "step_tokens": 400}
+    world = World(**room, **how, retention=replace(KEEPS, policy=policy))
     preamble = words(1, 260)
     begun = [paused(world, i, words(i + 50, 136)) if own else paused(world, i, preamble) and preamble for i in range(6)]
     for i, tokens in enumerate(begun):
         prompt = talkative(4 if own else 20, 60, tokens, first=10_000 * i)
-        if own:
-            world.submit(f"q{i}", prompt, 60, program=f"p{i}", began=float(i), turns=1)
-        else:
-            world.submit(f"q{i}", prompt, 60, program=f"q{i}", began=float(i))
+        world.submit(f"q{i}", prompt, 60, program=f"{'p' if own else 'q'}{i}", began=float(i), turns=int(own))
     most = together = 0
     while world.engine.busy:
         world.step()

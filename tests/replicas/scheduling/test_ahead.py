@@ -1,13 +1,11 @@
 """Prompts computed before their turns come: what they save, whom they hold up (nobody), and how they end."""
 
-import numpy as np
 import pytest
 from engine_world import World, words
 from pinning import KEEP
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Kind, ProgramKey
 from holdfast.replicas.requests import (
     Aborted,
@@ -17,7 +15,6 @@ from holdfast.replicas.requests import (
     ProgramEnded,
     Rejected,
     SessionTurn,
-    Submit,
     TurnEnded,
 )
 from holdfast.replicas.scheduling import scheduler
@@ -53,10 +50,7 @@ def test_the_turn_computes_only_what_is_not_computed_yet(page_size, overlap):
     assert (end.reason, end.usage.prompt, end.usage.completion) == ("length", 61, 0)
     stats = world.engine.stats
     assert (stats.ahead_computed, stats.prompt_computed) == (61, 0)
-    world.submit("turn", known + new, program="p")
-    world.run()
-    world.assert_right("turn")
-    assert world.end("turn").usage.cached == 61
+    assert world.serve("turn", known + new, program="p") == 61
     assert (stats.prompt_computed, stats.ahead_used, stats.ahead_wasted) == (9, 61, 0)
 
 
@@ -68,8 +62,7 @@ def test_it_is_extended_as_more_is_known():
         world.run()
     assert world.engine.stats.ahead_computed == 80
     assert pins(world) == [handle("h")]
-    world.submit("turn", text, program="p")
-    world.run()
+    world.serve("turn", text, program="p")
     assert (world.engine.stats.ahead_used, world.engine.stats.prompt_computed) == (80, 10)
 
 
@@ -77,8 +70,7 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
     world = make()
     text = words(1, 100)
     world.ahead("ahead", text[:80], "p", "h")
-    for _ in range(3):
-        world.step()
+    world.steps(3)
     world.submit("turn", text, program="p")
     assert world.end("ahead").reason == "stop"
     assert world.engine.stats.ahead_ended["overtaken"] == 1
@@ -95,16 +87,12 @@ def test_no_work_ahead_ends_what_a_client_asked_for(begun, other):
     world = make()
     text = words(1, 80)
     world.ahead("asked", text, "p", "h")
-    for _ in range(begun):
-        world.step()
+    world.steps(begun)
     world.ahead("other", text[:40], "p", other)
     world.run()
     assert (world.end("asked").reason, world.end("other").reason) == ("length", "length")
     assert handle("h") in pins(world)
-    world.submit("turn", [*text, 5], program="p")
-    world.run()
-    world.assert_right("turn")
-    assert world.end("turn").usage.cached == 80
+    assert world.serve("turn", [*text, 5], program="p") == 80
 
 
 def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
@@ -136,8 +124,7 @@ def test_it_has_one_narrow_chunk_of_the_room_that_prompts_leave():
     for name, program in ("a", "p"), ("b", "q"):
         world.ahead(name, texts[name], program, name)
     world.submit("decodes", texts["decodes"], 60)
-    world.submit("prompt", texts["prompt"], 2)
-    world.run()
+    world.serve("prompt", texts["prompt"], 2)
     steps = []  # tokens of prompts in each, those ahead apart
     for plan in world.runner.plans:
         sizes = dict.fromkeys(texts, 0)
@@ -146,8 +133,7 @@ def test_it_has_one_narrow_chunk_of_the_room_that_prompts_leave():
             for name, text in texts.items():
                 sizes[name] += len(chunk.tokens) if text[chunk.start : end] == chunk.tokens.tolist() else 0
         steps.append((sizes["a"] + sizes["b"], sizes["prompt"] + sizes["decodes"]))
-    world.assert_right("decodes")
-    world.assert_right("prompt")
+    world.assert_right("decodes", "prompt")
     assert max(ahead for ahead, _ in steps) == 8
     assert sum(ahead for ahead, _ in steps) == 80
     assert max(ahead + others for ahead, others in steps) == 16
@@ -157,8 +143,7 @@ def test_it_has_one_narrow_chunk_of_the_room_that_prompts_leave():
 
 def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     world = make(cells=128, context_length=128, retention=RetentionConfig(KEEP, most_s=50.0), admission_ceiling=1.0)
-    world.submit("turn", words(1, 60), 4, program="q")
-    world.run()
+    world.serve("turn", words(1, 60), 4, program="q")
     world.give(TurnEnded("turn", "", "q", ("t",)))
     world.ahead("ahead", words(2, 90), "p", "h")
     world.run()
@@ -176,8 +161,7 @@ def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
     assert set(pins(world)) == {handle(name) for name in "hij"}
     world.give(HandleReleased("", "h"))
     assert set(pins(world)) == {handle("i"), handle("j")}
-    world.submit("turn", [*words(ord("i"), 40), 5], program="p")
-    world.run()
+    world.serve("turn", [*words(ord("i"), 40), 5], program="p")
     assert handle("i") not in pins(world)
     assert handle("j") in pins(world)
     world.now += 40.0
@@ -190,8 +174,7 @@ def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
     """Two routers may extend it at once. `first`: steps that the one prompt has before the other comes."""
     world = make()
     world.ahead("one", words(1, 60), "p", "h")
-    for _ in range(first):
-        world.step()
+    world.steps(first)
     world.ahead("other", words(2, 60), "p", "h")
     world.run()
     assert {type(world.end(name)) for name in ("one", "other")} == {Finished}
@@ -225,23 +208,11 @@ def test_the_end_of_a_program_ends_it_and_what_was_kept_is_wasted():
     assert world.engine.stats.ahead_wasted == world.engine.stats.ahead_computed == 48
 
 
-@pytest.mark.parametrize("session", ["", "s"])
-def test_it_draws_nothing_and_is_no_operation(session):
+@pytest.mark.parametrize(("most", "session"), [(3, None), (0, SessionTurn("s"))])
+def test_it_draws_nothing_and_is_no_operation(most, session):
     world = make()
-    background = PartialPrefill("h", 1.0)
-    submit = Submit(
-        "bad", tokens=np.array([1, 2], np.int32), sampling=Sampling(0 if session else 3), background=background
-    )
-    if session:
-        world.open(session)
-        submit = Submit(
-            "bad",
-            tokens=np.array([1, 2], np.int32),
-            sampling=Sampling(0),
-            background=background,
-            session=SessionTurn(session),
-        )
-    world.give(submit)
+    world.open("s")
+    world.submit("bad", [1, 2], most, background=PartialPrefill("h", 1.0), session=session)
     end = world.end("bad")
     assert isinstance(end, Rejected)
     assert (end.error.kind, end.error.field) == (ErrorKind.INVALID, "background")

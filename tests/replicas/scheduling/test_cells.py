@@ -18,9 +18,7 @@ def test_a_prompt_that_is_larger_than_its_tenants_ceiling_is_refused():
     end = small.end("a")
     assert isinstance(end, Rejected)
     assert (end.error.kind, end.error.field) == (ErrorKind.TOO_LONG, "prompt")
-    small.submit("b", words(1, 70), 4, scope="b")
-    small.run()
-    small.assert_right("b")
+    small.serve("b", words(1, 70), 4, scope="b")
 
 
 def test_who_waits_at_its_ceiling_holds_up_nobody_else():
@@ -32,33 +30,27 @@ def test_who_waits_at_its_ceiling_holds_up_nobody_else():
     running = {each.request_id for each in small.engine.scheduler._running}
     assert running == {"a", "other"}
     small.run()
-    for name in ("a", "b", "c", "other"):
-        small.assert_right(name)
+    small.assert_right("a", "b", "c", "other")
 
 
 def test_a_floor_is_there_when_its_tenant_comes_however_full_it_is():
     small = world(max_sequences=12, admission_ceiling=0.75)
-    small.submit("before", words(1, 40), 2, scope="quiet", cells=CellLimits(floor=0.25))
-    small.run()
+    small.serve("before", words(1, 40), 2, scope="quiet", cells=CellLimits(floor=0.25))
     for i in range(12):
         small.submit(f"n{i}", words(10 + i, 40), 20, scope="noisy", began=1.0)
-    for _ in range(6):
-        small.step()
+    small.steps(6)
     assert small.engine.occupancy().waiting, "there is too little for all"
-    small.submit("after", words(1, 40), 2, scope="quiet")
-    small.step()
+    small.begin("after", words(1, 40), 2, scope="quiet")
     assert "after" in {each.request_id for each in small.engine.scheduler._running}
     small.run()
     assert small.end("after").usage.cached >= 36, "its cells were evicted for others"
-    for name in small.prompts:
-        small.assert_right(name)
+    small.assert_right(*small.prompts)
 
 
 def test_paused_programs_of_a_tenant_keep_no_more_than_it_may_pin():
     small = world()
     for name in "pq":
-        small.submit(name, words(ord(name), 40), 2, scope="t", program=name, cells=CellLimits(pinned=0.25))
-        small.run()
+        small.serve(name, words(ord(name), 40), 2, scope="t", program=name, cells=CellLimits(pinned=0.25))
         small.give(TurnEnded(name, "t", name, tools=("f",)))
     pins = small.engine.scheduler.retention.pins
     assert len(pins) == 1
@@ -70,8 +62,7 @@ def test_prompts_of_one_tenant_that_stop_each_other_go_on_while_another_is_busy(
     small = world(max_sequences=4, step_tokens=8)
     for name in "ab":
         small.submit(name, words(ord(name), 100), 2, scope="t", began=1.0)
-    for _ in range(14):
-        small.step()
+    small.steps(14)
     small.submit("c", words(3, 4), 1, scope="t", cells=CellLimits(ceiling=0.5))
     for i in range(60):
         small.submit(f"busy{i}", words(20 + i, 8), 6, scope="busy")
@@ -80,16 +71,14 @@ def test_prompts_of_one_tenant_that_stop_each_other_go_on_while_another_is_busy(
             break
     assert all(small.ends[name] for name in "abc"), "they stand still as long as others are busy"
     small.run()
-    for name in small.prompts:
-        small.assert_right(name)
+    small.assert_right(*small.prompts)
 
 
 def test_what_each_tenant_has_is_told_and_a_preamble_is_nobodys():
     small = world(page_size=4)
     small.engine.share([np.asarray(words(7, 16), np.int32)])
     small.submit("a", words(1, 30), 6, scope="acme")
-    small.submit("b", words(2, 10), 2, scope="beta")
-    small.run()
+    small.serve("b", words(2, 10), 2, scope="beta")
     pages, now = small.engine.cache.tree.tenants.counted(["acme", "beta"], "other"), small.engine.occupancy()
     assert pages == {"acme": 9, "beta": 3}
     assert now.cells_total - now.cells_free == 4 * sum(pages.values()) + 16

@@ -42,17 +42,14 @@ def kind(event) -> ErrorKind:
 
 def test_a_time_that_is_over_in_the_queue_ends_a_request_before_any_work():
     world = World(max_sequences=1)
-    world.submit("runs", words(0, 8), 20)
-    world.step()
+    world.begin("runs", words(0, 8), 20)
     world.submit("short", words(1, 8), within_s=2.5)
     world.submit("long", words(2, 8), within_s=200.0)
-    for _ in range(3):
-        world.step()
+    world.steps(3)
     assert kind(world.end("short")) is ErrorKind.DEADLINE
     assert world.end("short").error.retry_after_s is None
     world.run()
-    for name in ("runs", "long"):
-        world.assert_right(name)
+    world.assert_right("runs", "long")
     assert world.engine.stats.not_begun["dropped"] == 1
     world.assert_idle()
 
@@ -67,8 +64,7 @@ def test_who_cannot_have_its_answer_in_time_is_refused_at_once_and_told_when_to_
     assert retry_s > 0
     world.submit("hopeful", words(51, 8), 4, within_s=gap_s + retry_s + 1.0)
     sent = world.now
-    while not world.ends["hopeful"]:
-        world.step()
+    world.run_until("hopeful")
     world.assert_right("hopeful")
     assert world.now - sent <= gap_s + retry_s + 1.0
     world.run()
@@ -92,8 +88,7 @@ def test_a_program_that_goes_on_is_not_behind_those_that_came_after_it():
 def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens, monkeypatch):
     monkeypatch.setattr(EngineConfig, "max_waiting_tokens", tokens)
     world = World(max_sequences=1, cells=4096, max_waiting=requests)
-    world.submit("runs", words(0, 8), 20)
-    world.step()
+    world.begin("runs", words(0, 8), 20)
     for i in range(2):
         world.submit(f"batch{i}", words(1 + i, 8), priority=BATCH)
     world.submit("one", words(3, 8), priority=INTERACTIVE)
@@ -105,14 +100,13 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens
     world.submit("four", words(10, 8), priority=INTERACTIVE)
     assert kind(world.end("four")) is ErrorKind.OVERLOADED
     world.run()
-    for name in ("runs", "one", "two", "three"):
-        world.assert_right(name)
+    world.assert_right("runs", "one", "two", "three")
     assert world.engine.stats.not_begun["gave_way"] == 2
     assert world.engine.stats.not_begun["full"] == 2
     world.assert_idle()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from(RANKS), st.integers(1, 12), st.integers(0, 1)), max_size=24),
     st.integers(1, 5),
@@ -123,8 +117,7 @@ def test_nobody_gives_way_in_vain(arrivals, most, tokens):
     with token_bound(tokens):
         world = World(max_sequences=1, cells=1024, max_waiting=most)
         admission, sizes = world.engine.scheduler.admission, {}
-        world.submit("runs", words(0, 8), 8)
-        world.step()
+        world.begin("runs", words(0, 8), 8)
         for number, (priority, n, steps) in enumerate(arrivals):
             name, waiting = f"r{number}", {each.request_id for each in admission}
             sizes[name] = n
@@ -134,8 +127,7 @@ def test_nobody_gives_way_in_vain(arrivals, most, tokens):
             for each in gone:
                 assert kind(world.end(each)) is ErrorKind.OVERLOADED
                 assert len(admission) + 1 > most or admission.tokens + sizes[each] > tokens
-            for _ in range(steps):
-                world.step()
+            world.steps(steps)
         world.run()
         world.assert_idle()
         for name in sizes:
@@ -151,8 +143,7 @@ def test_clients_that_do_not_wait_teach_as_well():
     for i in range(10):
         while not world.out[f"r{i}"]:
             world.step()
-        for _ in range(5):
-            world.step()
+        world.steps(5)
         world.give(Abort(f"r{i}"))
         assert isinstance(world.end(f"r{i}"), Aborted)
     forecast = world.engine.scheduler.admission.forecast
@@ -174,15 +165,14 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ARRIVALS, st.sampled_from([16, 64, 1 << 20]))
 def test_each_request_ends_once_and_none_is_begun_when_its_time_is_over(arrivals, tokens):
     with token_bound(tokens):
         world = World(max_sequences=2, cells=1024, max_waiting=6)
         sent = {}
         for number, (steps, prompt, answer, within_s, begins, priority) in enumerate(arrivals):
-            for _ in range(steps):
-                world.step()
+            world.steps(steps)
             name = f"r{number}"
             sent[name] = (world.now, within_s)
             world.submit(name, words(number, prompt), answer, within_s=within_s, begins=begins, priority=priority)

@@ -1,12 +1,11 @@
 """Drafts beside steps: the drafter knows what has been drawn, and reads and remembers while a step runs."""
 
 import pytest
-from engine_world import World, words
+from engine_world import World, play, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.programs import Status
-from holdfast.replicas.requests import Abort, Stop
 from holdfast.replicas.speculation import drafter as drafting
 
 request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), st.integers(0, 6))
@@ -21,39 +20,25 @@ request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), s
 )
 def test_the_drafter_has_every_token_of_a_sequence(script, overlap, cells, step_tokens):
     world = World(overlap_steps=overlap, cells=cells, step_tokens=step_tokens, admission_ceiling=1.0)
+    drafter, step = world.engine._drafter, world.step
 
-    def step() -> None:
-        world.step()
-        drafter = world.engine._drafter
+    def checked() -> None:
+        step()
         drafter._table.learn()
         for sequence in world.engine.live.values():
             state = drafter._states.get(sequence.request_id)
             if state is not None and sequence.status is Status.RUNNING:
                 assert state.index.tokens().tolist() == sequence.tokens.tolist()
 
-    for each in script:
-        if isinstance(each, int):
-            if world.ends:
-                name = list(world.ends)[-min(each, len(world.ends))]
-                world.give(Stop(name) if each % 2 else Abort(name))
-            step()
-        else:
-            text, length, most, steps = each
-            world.submit(f"r{len(world.ends)}", words(text, length), most, program=f"p{text}")
-            for _ in range(steps):
-                step()
-    while world.engine.busy:
-        step()
-    world.assert_idle()
+    world.step = checked
+    play(world, script)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_what_a_turn_said_is_drafted_for_the_next_one(overlap):
     world = World(overlap_steps=overlap)
     for name in ("a", "b"):
-        world.submit(name, words(1, 12), 20)
-        world.run()
-        world.assert_right(name)
+        world.serve(name, words(1, 12), 20)
     assert world.end("b").usage.work.accepted > world.end("a").usage.work.accepted
 
 
@@ -66,10 +51,6 @@ def test_a_broken_drafter_costs_drafts_alone(broken, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(drafting, broken, fail)
-        world.submit("a", words(1, 12), 8)
-        world.run()
-        world.assert_right("a")
-    world.submit("after", words(1, 12), 8)
-    world.run()
-    world.assert_right("after")
+        world.serve("a", words(1, 12), 8)
+    world.serve("after", words(1, 12), 8)
     assert world.end("after").usage.work.drafted > 0

@@ -54,13 +54,11 @@ def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
     room = {"cells": 1024, "context_length": 1024, "admission_ceiling": 1.0, "speculation": DraftConfig(enabled=False)}
     world = World(order="fair", max_sequences=8, retention=retention, **room)
     world.step_s = 0.1
-    world.submit("long", words(99, 8), 200, scope="a", program="long", began=0.5)
-    world.step()
+    world.begin("long", words(99, 8), 200, scope="a", program="long", began=0.5)
     texts = {f"a{i}": words(i, 180) for i in range(4)}
     for i, (name, text) in enumerate(texts.items()):
         world.submit(name, text, 4, scope="a", program=name, began=1.0 + i / 10)
-    while not all(world.ends[name] for name in texts):
-        world.step()
+    world.run_until(*texts)
     for name in texts:
         world.give(TurnEnded(name, "a", name, ("t",), False, 1))
     assert world.engine.occupancy().pins == 4
@@ -71,8 +69,7 @@ def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
     world.step()
     world.step()
     assert world.engine.occupancy().running > 1
-    while not world.ends["b"]:
-        world.step()
+    world.run_until("b")
     assert not world.ends["long"], "nobody waits until the engine is empty"
     world.run()
 
@@ -85,8 +82,7 @@ def test_programs_of_one_tenant_that_each_ask_once_are_served_as_by_program(arri
         world = World(order=order, max_sequences=2)
         for began, tokens in arrivals:
             name = f"{began} {len(world.ends)}"
-            world.submit(name, words(len(world.ends), 5), tokens, scope="a", program=name, began=1.0 + began)
-            world.step()
+            world.begin(name, words(len(world.ends), 5), tokens, scope="a", program=name, began=1.0 + began)
         world.run()
         orders.append([(name, world.end(name).timing.finished) for name in world.ends])
     assert orders[0] == orders[1]
@@ -94,8 +90,7 @@ def test_programs_of_one_tenant_that_each_ask_once_are_served_as_by_program(arri
 
 def test_a_program_that_opens_ten_flows_has_one_turn():
     world = one_row()
-    world.submit("first", words(99, 4), 3, scope="a", program="first")
-    world.step()
+    world.begin("first", words(99, 4), 3, scope="a", program="first")
     for i in range(10):
         world.submit(f"fork{i}", words(i, 4), 3, scope="a", program=f"sub{i}", began=1.0, root="parent")
     for i in range(3):

@@ -10,8 +10,7 @@ def _served(order: str) -> list[str]:
     world = World(order=order, max_sequences=1)
     world.step_s = 1.0
     world.submit("old 1", words(1, 10), 8, program="old", began=1.0)
-    for _ in range(2):
-        world.step()
+    world.steps(2)
     world.submit("new 1", words(2, 10), 8, program="new", began=5.0)
     world.submit("old 2", words(3, 10), 8, program="old", began=1.0)
     world.run()

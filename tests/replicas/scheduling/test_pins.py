@@ -45,16 +45,8 @@ class Book:
         return self.programs.setdefault(name, Program(key_of(name)))
 
     def turn(self, name: str, arrival: float = 0.0) -> Sequence:
-        scope = key_of(name).scope
-        submit = Submit(
-            "r",
-            tokens=TOKENS,
-            sampling=Sampling(),
-            scope=scope,
-            program_id=name,
-            program_arrival=arrival,
-            priority=priority_of(name),
-        )
+        of = {"scope": key_of(name).scope, "program_id": name, "priority": priority_of(name)}
+        submit = Submit("r", tokens=TOKENS, sampling=Sampling(), program_arrival=arrival, **of)
         return Sequence.of(submit, 0, 0.0, frozenset(), 0, (self.program(name),) * 2)
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
@@ -160,7 +152,7 @@ class FairPinsMachine(PinsMachine):
     by_arrival = False
 
 
-PinsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+PinsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
 FairPinsMachine.TestCase.settings = PinsMachine.TestCase.settings
 TestPinsLaw = PinsMachine.TestCase
 TestFairPinsLaw = FairPinsMachine.TestCase

@@ -7,30 +7,17 @@ from engine_world import World, talkative, words
 from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
+from holdfast.replicas.programs import ProgramKey
 from holdfast.replicas.requests import Abort, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling import pins as pins_module
 
 
-def make(
-    policy: str = KEEP, cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, ttl: float = 20.0, **settings
-) -> World:
-    retention = RetentionConfig(
-        policy=policy,
-        share=share,
-        tenant_share=tenant_share,
-        most_s=ttl if policy == KEEP else 60.0,
-    )
-    return World(
-        cells=cells,
-        context_length=256,
-        max_sequences=6,
-        session_rows=3,
-        admission_ceiling=1.0,
-        retention=retention,
-        **settings,
-    )
+def make(policy: str = KEEP, share: float = 1.0, tenant_share: float = 1.0, ttl: float = 20.0, **settings) -> World:
+    retention = RetentionConfig(policy, ttl if policy == KEEP else 60.0, share=share, tenant_share=tenant_share)
+    room = {"cells": 256, "context_length": 256, "max_sequences": 6, "session_rows": 3}
+    return World(**(room | settings), admission_ceiling=1.0, retention=retention)
 
 
 def turn(
@@ -38,9 +25,7 @@ def turn(
 ) -> list[int]:
     """One turn of a program from its arrival to the call it makes; returns its conversation so far."""
     name = f"{scope}{program}.{len(world.out)}"
-    world.submit(name, prompt, 4, scope=scope, began=began, program=program, turns=number)
-    world.run()
-    world.assert_right(name)
+    world.serve(name, prompt, 4, scope=scope, began=began, program=program, turns=number)
     ended(world, name, program, scope, tools, number + 1)
     return prompt + world.out[name]
 
@@ -51,12 +36,6 @@ def ended(world: World, name: str, program: str, scope: str = "", tools=("ls",),
 
 def pinned(world: World) -> set[str]:
     return {held.program.key.name for held in world.engine.scheduler.retention.pins}
-
-
-def pause_of(world: World, name: str):
-    """The pin of a program that pauses."""
-    (held,) = [held for held in world.engine.scheduler.retention.pins if held.program.key.name == name]
-    return held
 
 
 def by_age(*seconds: float) -> list[int]:
@@ -73,18 +52,15 @@ def flood(world: World, n: int = 200, began: float = 99.0) -> str:
 
 def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time():
     world = make()
-    world.submit("a", words(1, 40), 4, program="p")
-    world.run()
+    world.serve("a", words(1, 40), 4, program="p")
     assert pinned(world) == {"p"}, "nobody has said yet what it called"
     ended(world, "a", "p")
     finished = world.end("a").timing.finished
     assert world.engine.due == finished + 20.0, "the engine says when it has to look again"
-    world.now = finished + 19.5
-    world.idle()
-    assert pinned(world) == {"p"}
-    world.now = finished + 20.0
-    world.idle()
-    assert pinned(world) == set()
+    for after, kept in ((19.5, {"p"}), (20.0, set())):
+        world.now = finished + after
+        world.idle()
+        assert pinned(world) == kept
     assert world.engine.due is None
     assert world.engine.cache.cells.in_use == 0
     assert world.engine.stats.pins == world.engine.stats.pins_expired == 1
@@ -92,8 +68,7 @@ def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time()
 
 def test_what_nobody_speaks_of_is_let_go():
     world = make()
-    world.submit("a", words(1, 40), 4, program="p")
-    world.run()
+    world.serve("a", words(1, 40), 4, program="p")
     world.now += 1.5
     world.idle()
     assert pinned(world) == set()
@@ -104,22 +79,17 @@ def test_the_next_turn_finds_its_cells_where_without_a_pin_they_are_gone():
         world = make(policy)
         text = turn(world, "p", words(1, 100))
         late = flood(world, 120)
-        world.submit("q", words(8, 60), 4, program="q")  # takes what is left, and all in turn
-        world.step()
-        world.submit("b", text + words(2, 6), 4, program="p", began=0.0, turns=1)
-        world.run()
-        world.assert_right("b")
+        world.begin("q", words(8, 60), 4, program="q")  # takes what is left, and all in turn
+        world.serve("b", text + words(2, 6), 4, program="p", began=0.0, turns=1)
         world.assert_right(late)
-        stats = world.engine.stats
-        assert stats.pin_hits == hits
+        assert world.engine.stats.pin_hits == hits
         assert (world.end("b").usage.cached > 90) == bool(hits)
 
 
 @pytest.mark.parametrize("end", ["last", "flag", "program", "no tool time"])
 def test_the_last_turn_leaves_nothing(end):
     world = make("continuum" if end == "no tool time" else KEEP)
-    world.submit("a", words(1, 40), 4, program="p", ends=end == "flag")
-    world.run()
+    world.serve("a", words(1, 40), 4, program="p", ends=end == "flag")
     if end == "flag":
         assert pinned(world) == set()
     elif end == "program":
@@ -143,11 +113,8 @@ def test_turns_are_counted_anew_after_each_answer():
 
 def two_that_pause() -> World:
     """Programs `early`, whose tool is a slow one, and `late`, whose tool takes 9 s, both pinned."""
-    world = make("expected_waste", cells=256)
-    tools = {
-        ("", "ls"): ToolLatency(1000, 9.0, 0.0, (9.0,)),
-        ("", "make"): ToolLatency(1000, 50.0, 0.0, (50.0,)),
-    }
+    world = make("expected_waste")
+    tools = {("", "ls"): ToolLatency(1000, 9.0, 0.0, (9.0,)), ("", "make"): ToolLatency(1000, 50.0, 0.0, (50.0,))}
     world.give(ToolLatencies(LatencySnapshot(ToolLatency(2000, 25.0, 0.0, (9.0, 50.0)), tools)))
     world.engine._load._prefill.cost = RestoreCost(c=5.0)
     turn(world, "early", words(1, 80), began=1.0, tools=("make",))
@@ -158,8 +125,7 @@ def two_that_pause() -> World:
 def test_under_expected_waste_cells_are_kept_past_their_time_while_nobody_is_short_of_them():
     world = two_that_pause()
     world.now += 30.0
-    world.submit("other", words(3, 20), 4, began=9.0)
-    world.run()
+    world.serve("other", words(3, 20), 4, began=9.0)
     assert pinned(world) == {"early", "late"}
     world.now += 60.0
     world.idle()
@@ -170,15 +136,13 @@ def test_under_expected_waste_what_is_worth_least_gives_way_first_though_its_pro
     world = two_that_pause()
     flood(world, 100, began=0.5)
     world.run()
-    assert "late" in pinned(world)
-    assert "early" not in pinned(world)
+    assert pinned(world) == {"late"}
     assert world.engine.stats.pins_given_way == 1
 
 
 def test_under_expected_waste_what_has_lapsed_is_taken_by_programs_that_come_later_and_what_has_not_is_not():
     world = two_that_pause()
-    world.submit("runs", talkative(20, 30), 30, began=0.1)
-    world.step()
+    world.begin("runs", talkative(20, 30), 30, began=0.1)
     name = flood(world, 60, began=99.0)
     world.step()
     assert pinned(world) == {"late"}, "the slow one gave way, the other did not"
@@ -223,16 +187,12 @@ def test_under_expected_waste_who_is_away_is_told_by_what_turns_wait_that_have_n
 def all_give_way(away: float = inf) -> World:
     """Both lose their cells to a program that came before them; `late` is away for long `away` seconds from now on."""
     world = two_that_pause()
-    pause_of(world, "late").away = world.now + away
+    (late,) = [held for held in world.engine.scheduler.retention.pins if held.program.key.name == "late"]
+    late.away = world.now + away
     flood(world, 200, began=0.5)
     world.run()
     assert pinned(world) == set()
     return world
-
-
-def places(world: World) -> set[str]:
-    """Programs whose next turn may stand with those whose cells are pinned, though its own are not."""
-    return {p.key.name for p in world.engine.programs if p.key.name in ("early", "late") and p.first_until > -inf}
 
 
 def goes_first(world: World) -> bool:
@@ -241,8 +201,7 @@ def goes_first(world: World) -> bool:
         world.submit(f"runs{i}", words(30 + i, 8), 12, began=0.1)
     world.step()
     world.submit("before", words(50, 200), 4, began=1.0)
-    world.submit("again", words(2, 80), 4, began=2.0, program="late", turns=1)
-    world.run()
+    world.serve("again", words(2, 80), 4, began=2.0, program="late", turns=1)
     return world.end("again").timing.scheduled < world.end("before").timing.scheduled
 
 
@@ -254,7 +213,8 @@ def test_under_expected_waste_who_lost_its_cells_goes_first_where_it_comes_back_
     world = all_give_way(away)
     world.now += after
     assert goes_first(world) is first
-    assert "late" not in places(world), "it has run since"
+    late = world.engine.programs.find(ProgramKey("", "late"))
+    assert late.first_until == -inf, "its place is not kept: it has run since"
 
 
 @pytest.mark.parametrize(("after", "reload", "first"), [(2.0, None, True), (40.0, None, True), (40.0, 0.01, False)])
@@ -289,8 +249,7 @@ def test_a_replica_knows_its_pauses_from_their_beginning():
 def test_a_pin_outlives_its_deadline_while_its_next_turn_waits():
     world = make(ttl=5.0, completion_reserve=150)
     text = turn(world, "p", words(1, 60), began=0.5)
-    world.submit("long", words(9, 40), 150, began=0.1)  # the ceiling lets nobody in beside it
-    world.step()
+    world.begin("long", words(9, 40), 150, began=0.1)  # the ceiling lets nobody in beside it
     world.submit("b", text + words(2, 90), 40, program="p", began=0.5, turns=1)
     world.now += 50.0
     world.step()
@@ -306,8 +265,7 @@ def test_programs_that_arrived_later_give_way_the_last_one_first():
     world = make()
     for i, program in enumerate("abc"):
         turn(world, program, words(i, 50), began=1.0 + i)
-    world.submit("runs", words(70, 4), 20, began=0.5)
-    world.step()
+    world.begin("runs", words(70, 4), 20, began=0.5)
     late = flood(world, 90, began=9.0)
     world.step()
     assert pinned(world) == set("abc"), "who came later waits"
@@ -324,8 +282,7 @@ def test_programs_that_arrived_later_give_way_the_last_one_first():
 def test_its_own_cells_do_not_give_way_to_a_turn():
     world = make()
     texts = {program: turn(world, program, words(ord(program), 70), began=ord(program)) for program in "abc"}
-    world.submit("next", texts["c"] + words(5, 60), 4, program="c", began=ord("c"), turns=1)
-    world.step()
+    world.begin("next", texts["c"] + words(5, 60), 4, program="c", began=ord("c"), turns=1)
     assert pinned(world) == {"a"}
     world.run()
     world.assert_right("next")
@@ -353,8 +310,7 @@ def test_the_row_of_a_pinned_program_goes_last():
     world = make(cells=512)
     turn(world, "kept", words(1, 20))
     for program in ("x", "y"):
-        world.submit(program, words(ord(program), 20), 4, program=program)
-        world.run()
+        world.serve(program, words(ord(program), 20), 4, program=program)
         ended(world, program, program, last=True)
     turn(world, "new", words(3, 20))
     parked = {program.key.name for program in world.engine.programs if program.row is not None}
@@ -371,17 +327,13 @@ def test_new_books_keep_what_was_learned_and_no_pin():
     assert world.engine._load.conditions().wait_s == 3.0
 
 
-def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever(
-    monkeypatch,
-):
+def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever(monkeypatch):
     monkeypatch.setattr(pins_module, "SETTLE_S", 1000.0)
     world = make(cells=160, completion_reserve=4, step_tokens=1)
     world.submit("a", talkative(20, 90), 90, began=1.0, program="p")
-    world.submit("b", words(2, 90), 4, began=2.0)  # there was room for it, until the other wrote on
-    world.run()
+    world.serve("b", words(2, 90), 4, began=2.0)  # there was room for it, until the other wrote on
     assert world.engine.stats.pins_given_way == 1
     world.assert_right("a")
-    world.assert_right("b")
 
 
 @pytest.mark.parametrize(("began", "given_way", "preemptions"), [(9.0, 1, 0), (0.1, 0, 1)])
@@ -390,25 +342,17 @@ def test_cells_for_a_next_token_come_from_who_arrived_last(began, given_way, pre
     turn(world, "kept", words(5, 36), began=began)  # 40 cells
     world.submit("a", talkative(20, 60), 60, began=1.0)
     world.submit("b", talkative(21, 60), 60, began=2.0)
-    while world.engine.busy and not world.ends["a"]:
-        world.step()
+    world.run_until("a")
     assert (world.engine.stats.pins_given_way, world.engine.stats.preemptions) == (given_way, preemptions)
     world.run()
-    world.assert_right("a")
-    world.assert_right("b")
-
-
-def runs(world: World, began: float = 0.1) -> None:
-    """A program that runs on for long, before all others in order."""
-    world.submit("runs", talkative(20, 60), 60, began=began)
-    world.step()
+    world.assert_right("a", "b")
 
 
 def test_no_pin_gives_way_to_a_request_that_has_no_room_even_then():
     world = make()
     turn(world, "before", words(1, 100), began=1.0)
     turn(world, "behind", words(2, 40), began=9.0)
-    runs(world)
+    world.begin("runs", talkative(20, 60), 60, began=0.1)
     waits = flood(world, 120, began=2.0)  # all that is behind it are 44 cells
     world.step()
     assert not world.ends[waits]
@@ -423,8 +367,7 @@ def test_a_pin_whose_cells_others_keep_as_well_does_not_give_way():
     world = make()
     shared = turn(world, "shared", words(1, 60), began=9.0)
     turn(world, "alone", words(2, 60), began=8.0)
-    world.submit("runs", shared + words(3, 8), 40, began=0.1)
-    world.step()
+    world.begin("runs", shared + words(3, 8), 40, began=0.1)
     comes = flood(world, 90, began=2.0)
     world.step()
     assert not world.engine.occupancy().waiting
@@ -439,8 +382,7 @@ def test_beyond_its_share_a_tenant_loses_a_pin_that_makes_room_and_not_the_lates
     world = make(tenant_share=0.5)  # 128 cells
     shared = turn(world, "shared", words(1, 60), began=1.0)
     turn(world, "alone", words(2, 40), began=2.0)
-    world.submit("branch", shared, 0, began=9.0, program="branch")
-    world.run()
+    world.serve("branch", shared, 0, began=9.0, program="branch")
     ended(world, "branch", "branch")
     assert pinned(world) == {"shared", "alone", "branch"}
     grown = turn(world, "shared", shared + words(3, 24), began=1.0, number=1)

@@ -109,8 +109,7 @@ def test_prompts_make_a_step_no_longer_than_they_may(prompts, step_ms, pace):
         del waiting[:pace]
         world.step()
         assert world.runner.plans[-1].chunks, "somebody gets on"
-    for i in range(3 * len(prompts)):
-        world.assert_right(f"r{i}")
+    world.assert_right(*(f"r{i}" for i in range(3 * len(prompts))))
     stats = world.engine.stats
     assert stats.prompt_computed + stats.prompt_cached == 3 * sum(prompts)
     for added, least, once in foretold:
@@ -127,13 +126,11 @@ def test_a_short_prompt_waits_for_two_steps_of_a_long_one_that_began_before_it()
 
     world.runner.fail = run
     for i, length in enumerate((50, 100, 200, 150) * 2):  # so that the engine learns what a token costs
-        world.submit(f"r{i}", words(i, length), 1, program=f"r{i}", began=1.0 + i)
-        world.run()
+        world.serve(f"r{i}", words(i, length), 1, program=f"r{i}", began=1.0 + i)
     world.submit("long", words(10, 7000), 1, program="long", began=10.0)
     begun = len(world.runner.plans)
     world.step()
-    world.submit("short", words(11, 40), 1, program="short", began=11.0)
-    world.step()
+    world.begin("short", words(11, 40), 1, program="short", began=11.0)
     assert {chunk.row for chunk in world.runner.plans[-1].chunks if len(chunk.tokens) == 40}
     world.run()
     longest = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in world.runner.plans[begun:])

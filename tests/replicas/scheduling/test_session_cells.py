@@ -19,8 +19,7 @@ def test_sessions_share_a_budget_of_cells():
     world.append("more", "s", words(3, 60))
     world.fork("t", "child")  # shares its cells, so it costs none
     world.append("a little", "child", words(4, 4))
-    world.submit("stranger", words(5, 100))
-    world.run()
+    world.serve("stranger", words(5, 100))
     assert (world.end("more").error.kind, world.end("more").error.field) == (ErrorKind.OVERLOADED, "session_id")
     assert isinstance(world.end("a little"), Finished)
     world.assert_right("stranger")
@@ -39,9 +38,7 @@ def test_operations_in_flight_together_keep_no_more_than_the_ceiling():
         assert world.end(f"append {session}").error.kind is ErrorKind.OVERLOADED
         world.assert_right(f"of {session}")
     assert world.engine.scheduler.rows.session_cells == 120
-    world.submit("plain", words(9, 30), 4)
-    world.run()
-    world.assert_right("plain")
+    world.serve("plain", words(9, 30), 4)
 
 
 def test_what_a_query_may_draw_counts_until_it_has_ended():
@@ -70,5 +67,4 @@ def test_a_history_that_forks_share_is_counted_once_while_they_are_asked():
         world.step()
         assert world.engine.scheduler.rows.session_cells == 300
     world.run()
-    for child in "cde":
-        world.assert_right(child)
+    world.assert_right(*"cde")

@@ -48,7 +48,7 @@ given_lengths = st.lists(st.floats(0.1, LONGEST), min_size=2, max_size=6)
 given_weights = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=6, max_size=6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(given_lengths, given_weights)
 def test_who_always_waits_is_served_by_weight_and_none_starves(lengths, weights):
     names = "abcdef"[: len(lengths)]
@@ -59,7 +59,7 @@ def test_who_always_waits_is_served_by_weight_and_none_starves(lengths, weights)
     assert set(server.turns[-300:]) == set(names) or min(level) > max(level) - 4 * LONGEST / min(weights)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 200), st.floats(0.5, LONGEST))
 def test_idle_time_is_lent_and_not_held_against_who_used_it(alone, length):
     server = Server({"a": length, "b": length}, {"a": 1.0, "b": 1.0})
@@ -71,7 +71,7 @@ def test_idle_time_is_lent_and_not_held_against_who_used_it(alone, length):
     assert abs(server.turns[alone:].count("a") - 10) <= 1, "and is behind nobody for it"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 50))
 def test_being_away_earns_nothing(away):
     server = Server({"a": 1.0, "b": 1.0, "c": 1.0}, dict.fromkeys("abc", 1.0))
@@ -82,7 +82,7 @@ def test_being_away_earns_nothing(away):
     assert server.turns[before:].count("b") <= 11
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
 def test_who_is_served_elsewhere_is_overtaken_but_not_for_ever(elsewhere):
     server = Server({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0})
@@ -112,7 +112,7 @@ def test_a_program_waits_once_it_has_had_a_quantum_and_who_was_away_has_no_more_
     assert roots.on_arrive("newer")[0] == 2.0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(0.01, 0.5))
 def test_batch_has_its_part_where_the_others_would_take_all(share):
     """Each step is interactive unless batch's turn is due; then it is batch's."""

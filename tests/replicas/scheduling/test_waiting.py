@@ -9,30 +9,17 @@ from hypothesis import strategies as st
 from holdfast.loadgen.simulator.policies import Plas
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import SessionTurn, Submit
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.scheduling.queue import ProgramOrder, WaitingQueue
 
 _numbers = count()
 
 
 def waiting(
-    name: str,
-    arrived: float = 0.0,
-    began: float = 0.0,
-    preempted: bool = False,
-    program: str = "",
-    session: str = "",
-    length: int = 1,
+    name: str, arrived: float = 0.0, began: float = 0.0, preempted: bool = False, program: str = "", length: int = 1
 ) -> Sequence:
     tokens = np.ones(length, np.int32)
-    submit = Submit(
-        name,
-        tokens=tokens,
-        sampling=Sampling(1),
-        program_id=program,
-        program_arrival=began,
-        session=SessionTurn(session) if session else None,
-    )
+    submit = Submit(name, tokens=tokens, sampling=Sampling(1), program_id=program, program_arrival=began)
     sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
     return sequence

@@ -71,7 +71,6 @@ def remember(drafter: Drafter, scope: str, prompt: list[int], turn: list[int]) -
 tokens_of = st.lists(st.integers(1, 6), max_size=20)
 
 
-@settings(deadline=None)
 @given(st.lists(tokens_of, max_size=4), tokens_of, tokens_of, st.integers(0, 20))
 def test_proposals_keep_to_the_room_and_are_tokens(
     earlier: list[list[int]], prompt: list[int], text: list[int], room: int
@@ -88,7 +87,6 @@ def test_proposals_keep_to_the_room_and_are_tokens(
     drafter.close(sequence)
 
 
-@settings(deadline=None)
 @given(st.lists(tokens_of, max_size=4), tokens_of, tokens_of)
 def test_equal_histories_give_equal_drafts(earlier: list[list[int]], prompt: list[int], text: list[int]) -> None:
     def once() -> list[list[int]]:
@@ -100,7 +98,6 @@ def test_equal_histories_give_equal_drafts(earlier: list[list[int]], prompt: lis
     assert once() == once()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1000, 1005), max_size=30), tokens_of, tokens_of)
 def test_a_scope_never_sees_another_ones_text(secret: list[int], prompt: list[int], text: list[int]) -> None:
     """One tenant's replies change nothing for another: neither which drafts are proposed nor how many."""
@@ -140,7 +137,6 @@ def test_where_rows_are_dear_drafts_are_withheld_and_counted() -> None:
     assert stats.drafts_withheld == 16
 
 
-@settings(deadline=None)
 @given(st.lists(tokens_of, min_size=1, max_size=4), tokens_of)
 def test_where_rows_cost_nothing_sequences_of_one_step_draft_what_they_would_alone(
     prompts: list[list[int]], text: list[int]
@@ -232,7 +228,7 @@ def test_a_token_in_flight_means_no_drafts() -> None:
     assert propose(drafter, sequence) == [[]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 600)), max_size=25))
 def test_bytes_stay_within_both_bounds(turns: list[tuple[str, int]]) -> None:
     memory = TurnMemory(total_bytes=60_000, scope_bytes=40_000)

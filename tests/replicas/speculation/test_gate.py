@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.plan import VERIFY_ROWS, StepCost, step_cost
@@ -45,7 +45,6 @@ def rate(offered: list[tuple[float, int]], lengths: tuple[int, ...] | list[int],
     return expected / cost[len(offered) + sum(lengths)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(share, st.integers(0, 3)), min_size=1, max_size=3), costs)
 def test_no_other_sharing_yields_more(offered: list[tuple[float, int]], cost: StepCost) -> None:
     best = max(rate(offered, other, cost) for other in product(*(range(n + 1) for _, n in offered)))
@@ -55,7 +54,6 @@ def test_no_other_sharing_yields_more(offered: list[tuple[float, int]], cost: St
 exact = st.tuples(st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0]), st.integers(0, 16))  # whose powers are exact
 
 
-@settings(deadline=None)
 @given(st.lists(exact, max_size=20), costs, st.sampled_from([0.0, 0.5, 100.0]), st.integers(0, VERIFY_ROWS + 5))
 def test_lengths_are_those_of_the_reference(
     offered: list[tuple[float, int]], cost: StepCost, extra_s: float, decoding: int
@@ -63,7 +61,6 @@ def test_lengths_are_those_of_the_reference(
     assert lengths_of(offered, cost, extra_s, decoding) == reference(offered, cost, extra_s, decoding)
 
 
-@settings(deadline=None)
 @given(offers, costs, st.integers(0, VERIFY_ROWS + 5))
 def test_lengths_keep_to_the_offers_and_to_the_rows_of_a_step(
     offered: list[tuple[float, int]], cost: StepCost, decoding: int
@@ -75,7 +72,6 @@ def test_lengths_keep_to_the_offers_and_to_the_rows_of_a_step(
     assert not any(lengths) or decoding + sum(lengths) <= VERIFY_ROWS
 
 
-@settings(deadline=None)
 @given(st.integers(0, 16), st.integers(1, 50), share, st.sampled_from([LINEAR, DEAR]))
 def test_a_sequence_drafts_no_more_beside_others_like_it(
     most: int, decoding: int, acceptance: float, cost: StepCost
@@ -101,7 +97,6 @@ def test_cost_is_a_line_between_and_beyond_the_measured_widths() -> None:
     assert [cost[rows] for rows in (1, 2, 3, 6, 8, 10)] == pytest.approx([1.0, 1.0, 1.5, 3.0, 4.0, 5.0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 100), min_size=2, max_size=8))
 def test_a_wider_step_never_costs_less(seconds: list[float]) -> None:
     """A width that was measured in a noisy moment counts as cheap as the next wider one."""

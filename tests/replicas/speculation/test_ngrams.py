@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.speculation.ngrams import (
@@ -74,20 +74,17 @@ def naive(text: list[int], memory: list[int] | None, least: int) -> tuple[int, l
     return length, after[: after.index(GAP)] if GAP in after else after
 
 
-@settings(deadline=None)
 @given(tokens_of, st.none() | st.lists(st.integers(GAP, 3), max_size=SHORT), st.integers(1, 4))
 def test_the_longest_match_is_found_as_by_search(text, memory, least) -> None:
     ((length, draft, _),) = Table(text).draft(memory, least=least)
     assert (length, draft) == naive(text, memory, least)
 
 
-@settings(deadline=None)
 @given(st.lists(tokens_of, min_size=1, max_size=6), st.none() | tokens_of)
 def test_sequences_of_one_call_find_what_each_finds_alone(texts, memory) -> None:
     assert Table(*texts).draft(memory) == [Table(text).draft(memory)[0] for text in texts]
 
 
-@settings(deadline=None)
 @given(st.lists(tokens_of, max_size=4), tokens_of)
 def test_growing_is_building(pieces: list[list[int]], memory: list[int]) -> None:
     whole = [token for piece in pieces for token in piece]
@@ -105,7 +102,6 @@ def test_growing_is_building(pieces: list[list[int]], memory: list[int]) -> None
         assert table.draft(memory)[0][:2] == look_up(learned, memory)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.none() | st.integers(0, 2)), max_size=12))
 def test_acceptance_is_the_moving_average_of_drafts_that_came_true(steps) -> None:
     text = [0, 1, 2, 0, 1, 1, 2]

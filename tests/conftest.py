@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -30,6 +31,9 @@ for step in ("connect", "read", "write", "pool"):
 # Tests start hundreds of Pythons, which import the same modules: their bytecode is kept, whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Each client of httpx reads all certificates of the machine, which takes longer than a request to a test's own server.
+httpx._transports.default.create_ssl_context = cache(httpx._config.create_ssl_context)
 
 # Read as torch is imported. Several processes share few cores: a thread that waits busily for one of its team that has
 # no core takes that core's time.

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from c_kernels import ABLE, ROOT, Emulated, use_level
+from c_kernels import ABLE, ROOT, levels
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_world import PagedWorld, relative_error
@@ -38,18 +38,7 @@ from holdfast.kernels.kv import in_numbers
 pytestmark = pytest.mark.skipif(not ABLE, reason="the kernel is for x86-64 with AVX2, on Linux")
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated("attention", tmp_path_factory)
-
-
-@pytest.fixture(params=attention.FUNCTIONS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_level(request.param, attention, request, monkeypatch)
-    name: str = request.param
-    return name
-
-
+level = levels("attention", attention, attention.FUNCTIONS)
 span = st.tuples(
     st.one_of(st.integers(0, 300), st.integers(500, 1500)),
     st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 90)),
@@ -103,21 +92,17 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(level, dtype
     scattered = PagedWorld(spans, 16, 2, 2, 64, dtype, 1, scattered=1, int8=int8)
     _copy_cells(together, scattered)
     scattered.q = together.q
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 7, 64):
-            torch.set_num_threads(count)
-            results.append(together.attend())
-    finally:
-        torch.set_num_threads(threads)
-    for other in (*results[1:], scattered.attend()):
-        assert torch.equal(results[0], other)
+    attended = together.attend()
+    assert torch.equal(scattered.attend(), attended)
+    for count in (1, 2, 7, 64):
+        torch.set_num_threads(count)
+        assert torch.equal(together.attend(), attended)
     first = 0
     for chunk, (start, length) in enumerate(spans):
         alone = PagedWorld([(start, length)], 16, 2, 2, 64, dtype, 1, int8=int8)
         _copy_cells(together, alone, chunk)
         alone.q = together.q[first : first + length]
-        assert torch.equal(alone.attend(), results[0][first : first + length])
+        assert torch.equal(alone.attend(), attended[first : first + length])
         first += length
 
 
@@ -141,24 +126,15 @@ def test_a_token_comes_to_the_same_bits_however_its_prompt_is_cut(
     world = PagedWorld([(start, sum(pieces))], 16, 2, group, dim, dtype, 3, scattered=0.2, int8=int8)
     sinks = world.sinks(sink)
     whole, cut, single = world.attend(window, softcap, sinks), torch.empty_like(world.q), torch.empty_like(world.q)
-    kept = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        for target, lengths in ((cut, pieces), (single, [1] * sum(pieces))):
-            at = 0
-            for length in lengths:
-                batch = replace(
-                    world.batch,
-                    starts=[start + at],
-                    lengths=[length],
-                    cells=world.batch.cells[at : at + length],
-                    plans={},
-                )
-                some = slice(at, at + length)
-                target[some] = paged_attention(world.q[some], world.kv, 1, batch, 0.3, window, softcap, sinks)
-                at += length
-    finally:
-        torch.set_num_threads(kept)
+    torch.set_num_threads(threads)
+    for target, lengths in ((cut, pieces), (single, [1] * sum(pieces))):
+        at = 0
+        for length in lengths:
+            some = slice(at, at + length)
+            cells = world.batch.cells[some]
+            batch = replace(world.batch, starts=[start + at], lengths=[length], cells=cells, plans={})
+            target[some] = paged_attention(world.q[some], world.kv, 1, batch, 0.3, window, softcap, sinks)
+            at += length
     assert torch.equal(whole, cut)
     assert torch.equal(whole, single)
 

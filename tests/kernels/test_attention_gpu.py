@@ -111,13 +111,9 @@ def test_a_sequence_is_cut_alike_whatever_else_is_in_the_batch():
     assert torch.equal(*outputs)
 
 
-def test_a_scale_that_is_not_positive_is_refused():
+def test_what_cannot_be_computed_or_read_in_place_is_refused():
     world = PagedWorld([(3, 4)], 4, 2, 3, 16, torch.float32, 0)
     with pytest.raises(ValueError, match="scale"):
         attend_gpu(world.q, world.kv, 1, world.batch, 0.0, 0, 0.0)
-
-
-def test_tensors_that_cannot_be_read_in_place_are_refused():
-    world = PagedWorld([(3, 4)], 4, 2, 3, 16, torch.float32, 0)
     with pytest.raises(ValueError, match="cannot be read in place"):
         attend_gpu(world.q.transpose(0, 2).contiguous().transpose(0, 2), world.kv, 1, world.batch, 1.0, 0, 0.0)

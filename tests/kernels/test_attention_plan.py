@@ -18,24 +18,13 @@ span = st.tuples(st.integers(0, 5000), st.one_of(st.just(1), st.integers(2, 9), 
 
 def paged_batch(spans, page_size, common):
     """Sequences of which those with the flag begin with `common` cells on the same pages."""
-    table = np.zeros((len(spans), max(-(-(start + length) // page_size) for start, length, _ in spans)), np.int32)
-    used, runs = common // page_size, []
-    for row, (start, length, shares) in enumerate(spans):
-        count = -(-(start + length) // page_size)
-        table[row, :count] = np.arange(used, used + count)
-        used += count
-        if shares:
-            same = min(start, common) // page_size
-            table[row, :same] = np.arange(same)
-        runs.append(page_runs(table[row, :count]))
-    starts, lengths = [s for s, _, _ in spans], [n for _, n, _ in spans]
-    cells = torch.zeros(sum(lengths), dtype=torch.int64)
-    return PagedBatch(page_size, torch.from_numpy(table), range(len(spans)), starts, lengths, cells, runs)
+    sequences = [(s, n, range(min(s, common) // page_size if shares else 0)) for s, n, shares in spans]
+    return batch_over(sequences, page_size)
 
 
 def batch_over(sequences, page_size):
     """Sequences `(start, length, pages)`, with pages of their own behind these as far as they reach."""
-    rows, used = [], max(max(pages) for _, _, pages in sequences) + 2
+    rows, used = [], max((page for *_, pages in sequences for page in pages), default=0) + 2
     for start, length, pages in sequences:
         own = max(0, -(-(start + length) // page_size) - len(pages))
         rows.append([*pages, *range(used, used + own)])

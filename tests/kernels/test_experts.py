@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from c_kernels import ABLE, Emulated
+from c_kernels import ABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -155,17 +155,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative to the large
 FIXTURE = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated("product", tmp_path_factory)
-
-
 @pytest.fixture(params=VARIANTS if ABLE else [], ids=lambda variant: variant.name)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant]:
     """Each variant as the only one, native where this processor has it and the library is built."""
     each: Variant = request.param
     if each not in linear.available():
-        monkeypatch.setattr(linear, "LIBRARY", request.getfixturevalue("emulated"))
+        monkeypatch.setattr(linear, "LIBRARY", request.getfixturevalue("emulated")("product"))
     monkeypatch.setattr(linear, "available", lambda: (each,))
     functions = (experts._function, linear._function)
     for cached in functions:
@@ -226,13 +221,9 @@ def test_a_token_has_the_same_bits_in_any_batch_or_order_and_by_any_threads(vari
     together = product(x, chosen, weights, x)
     for part in (torch.randperm(131), *(torch.arange(*ends) for ends in ((0, 1), (50, 51), (7, 30), (100, 131)))):
         assert torch.equal(product(x[part], chosen[part], weights[part], x[part]), together[part])
-    kept = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 33):
-            torch.set_num_threads(threads)
-            assert torch.equal(product(x, chosen, weights, x), together)
-    finally:
-        torch.set_num_threads(kept)
+    for threads in (1, 2, 33):
+        torch.set_num_threads(threads)
+        assert torch.equal(product(x, chosen, weights, x), together)
 
 
 def test_an_expert_is_two_products(variant):

@@ -261,9 +261,9 @@ def test_many_tokens_take_the_faster_way(monkeypatch):
 def test_torchs_grouped_product_computes_the_same(kind):
     torch.manual_seed(0)
     make = partial(plain, dtype=torch.bfloat16) if kind == "plain" else partial(stored, kind)
-    made = [make(EXPERTS, 2 * 96, 160), make(EXPERTS, 160, 96)]
+    made = [make(2, 2 * 32, 160), make(2, 160, 32)]
     layer = GpuExperts(*made, "clamped", *(randn(each.shape[:2]).bfloat16() for each in made))
-    x, chosen, weights = tokens(6, 160, torch.bfloat16)
+    x, chosen, weights = tokens(6, 160, torch.bfloat16, experts=2)
     chosen[2, 1], chosen[3] = -1, -1
     ours = layer(x, chosen, weights)
     layer.grouped_from = 6
@@ -274,9 +274,8 @@ def test_torchs_grouped_product_computes_the_same(kind):
 def test_torchs_grouped_product_is_for_bfloat16_alone(dtype):
     """It takes nothing else: other inputs go by our kernel, and plain weights in another dtype are not timed."""
     torch.manual_seed(0)
-    made = [stored("fp8", EXPERTS, 2 * 96, 160), stored("fp8", EXPERTS, 160, 96)]
-    layer = GpuExperts(*made, "silu")
-    x, chosen, weights = tokens(6, 160, dtype)
+    layer = GpuExperts(stored("fp8", 2, 64, 32), stored("fp8", 2, 32, 32), "silu")
+    x, chosen, weights = tokens(6, 32, dtype, experts=2)
     ours = layer(x, chosen, weights)
     layer.grouped_from = 0
     assert torch.equal(layer(x, chosen, weights), ours)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from c_kernels import ABLE, Emulated, use_level
+from c_kernels import ABLE, levels
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_world import largest_error as off
 
 from holdfast.kernels import layer
 from holdfast.kernels.kv import in_bytes, in_numbers
@@ -20,25 +21,10 @@ from holdfast.kernels.layer import (
 )
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative to the largest value
-LEVELS = (*(layer.LANES if ABLE else ()), "torch")
 FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated("layer", tmp_path_factory)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_level(request.param, layer, request, monkeypatch)
-    name: str = request.param
-    return name
-
-
-def off(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The greatest error, relative to the largest value."""
-    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
+level = levels("layer", layer, (*(layer.LANES if ABLE else ()), "torch"))
 
 
 @FIXTURE

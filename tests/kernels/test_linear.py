@@ -10,9 +10,10 @@ from typing import get_args
 
 import pytest
 import torch
-from c_kernels import ABLE, Emulated
+from c_kernels import ABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_world import relative_error
 
 from holdfast.kernels import linear, native
 from holdfast.kernels.linear import (
@@ -47,17 +48,12 @@ def named(variant: Variant | None) -> str:
     return variant.name if variant else "torch"
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated("product", tmp_path_factory)
-
-
 @pytest.fixture
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant | None]:
     """Each variant in turn, native where this processor has it and the library is built; None: torch."""
     each: Variant | None = request.param
     if each is not None and each not in linear.available():
-        monkeypatch.setattr(linear, "LIBRARY", request.getfixturevalue("emulated"))
+        monkeypatch.setattr(linear, "LIBRARY", request.getfixturevalue("emulated")("product"))
         linear._function.cache_clear()
     yield each
     linear._function.cache_clear()
@@ -75,10 +71,6 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def halves(activation: Activation | None) -> int:
     """Outputs of the weight for one of the product."""
     return 1 if activation in (None, "relu2") else 2
-
-
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 # ---- the kernel, in floats
@@ -141,13 +133,10 @@ def test_threads_change_no_bit(variant, rows, outputs, activation, threads, seed
     dtype, inner = DTYPES[variant.kind], 64
     product = PackedMatrix(variant, torch.randn(outputs * halves(activation), inner).to(dtype), activation=activation)
     x, plus = torch.randn(rows, inner).to(dtype), torch.randn(rows, outputs).to(dtype)
-    kept, results = torch.get_num_threads(), []
-    try:
-        for count in (1, threads):
-            torch.set_num_threads(count)
-            results.append(product(x, plus))
-    finally:
-        torch.set_num_threads(kept)
+    results = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        results.append(product(x, plus))
     assert torch.equal(*results)
 
 
@@ -159,15 +148,6 @@ def test_nan_stays_in_its_row(variant):
     found = PackedMatrix(variant, torch.ones(70, 32, dtype=dtype))(x)
     assert found[1].isnan().all()
     assert (found[::2] == 32).all()
-
-
-@floats
-def test_rows_that_do_not_fit_are_refused(variant):
-    product = PackedMatrix(variant, torch.zeros(4, 6, dtype=DTYPES[variant.kind]))
-    with pytest.raises(ValueError, match="of width 6"):
-        product(torch.zeros(2, 8, dtype=DTYPES[variant.kind]))
-    with pytest.raises(ValueError, match="float64"):
-        product(torch.zeros(2, 6, dtype=torch.float64))
 
 
 # ---- matrices, by the kernel where there is one and by torch
@@ -270,13 +250,9 @@ def test_an_int8_row_has_the_same_bits_in_any_company_and_by_any_threads(variant
     for start in range(0, rows, rows // 15):
         assert torch.equal(product(x[start : start + 1], None)[0], together[start])
         assert torch.equal(product(x[start:], None), together[start:])
-    kept = torch.get_num_threads()
-    try:
-        for threads in (1, 3, 32):
-            torch.set_num_threads(threads)
-            assert torch.equal(product(x, None), together)
-    finally:
-        torch.set_num_threads(kept)
+    for threads in (1, 3, 32):
+        torch.set_num_threads(threads)
+        assert torch.equal(product(x, None), together)
 
 
 @int8s
@@ -292,13 +268,14 @@ def test_int8_rows_of_zeros_with_a_nan_and_in_a_view(variant):
     assert off(found[8:], int8_reference(x[8:], weight, bias)) <= 1e-6
 
 
-@int8s
-def test_int8_rows_that_do_not_fit_are_refused(variant):
-    product = int8_product(variant, torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="width 5"):
-        product(torch.zeros(2, 5), None)
+@pytest.mark.parametrize("variant", [*FLOATS, *BYTES, None], indirect=True, ids=named)
+def test_rows_that_do_not_fit_are_refused(variant):
+    dtype, weight = DTYPES.get(variant.kind if variant else "", torch.float32), torch.zeros(4, 6)
+    product = PackedMatrix(variant, weight.to(dtype)) if variant in FLOATS else int8_product(variant, weight)
+    with pytest.raises(ValueError, match="of width 6"):
+        product(torch.zeros(2, 8, dtype=dtype), None)
     with pytest.raises(ValueError, match="float64"):
-        product(torch.zeros(2, 4, dtype=torch.float64), None)
+        product(torch.zeros(2, 6, dtype=torch.float64), None)
 
 
 def test_int8_is_refused_elsewhere_and_gives_nothing_but_the_gated_product():
@@ -313,11 +290,11 @@ def test_int8_is_refused_elsewhere_and_gives_nothing_but_the_gated_product():
 def test_normal_numbers_lose_two_percent(rows, outputs, inner, seed):
     torch.manual_seed(seed)
     x, weight, plus = torch.randn(rows, inner), torch.randn(outputs, inner), torch.randn(rows, outputs)
-    assert relative(Matrix(weight, None, int8=True)(x), matrix_reference(x, weight)) < 0.02
+    assert relative_error(Matrix(weight, None, int8=True)(x), matrix_reference(x, weight)) < 0.02
     added = Matrix(weight, plus[0], int8=True)(x, plus)
-    assert relative(added - plus, matrix_reference(x, weight, plus[0])) < 0.02
+    assert relative_error(added - plus, matrix_reference(x, weight, plus[0])) < 0.02
     pair = torch.randn(2 * outputs, inner) / inner**0.5
-    assert relative(GatedMatrix(pair, int8=True)(x), gated_reference(x, pair)) < 0.03
+    assert relative_error(GatedMatrix(pair, int8=True)(x), gated_reference(x, pair)) < 0.03
 
 
 @pytest.mark.parametrize("times", [20, 50, 100])

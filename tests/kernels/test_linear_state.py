@@ -4,9 +4,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from c_kernels import ABLE, Emulated, use_level
+from c_kernels import ABLE, levels
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_world import largest_error as off
+from state_worlds import assert_close, spans
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
 from holdfast.kernels import linear_state
@@ -18,8 +20,8 @@ from holdfast.kernels.linear_state import (
     StateBatch,
     gated_delta,
     mamba2,
-    recur_reference,
 )
+from holdfast.loadgen.bench.kernels.linear_state import Span, StateWorld
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # relative to the largest value
 LEVELS = (*(linear_state.LANES if ABLE else ()), "torch")
@@ -38,16 +40,7 @@ RULES = {"delta": gated_delta, "mamba2": mamba2}
 DRAFTS = 4  # of a window at most
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated("linear_state", tmp_path_factory)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_level(request.param, linear_state, request, monkeypatch)
-    name: str = request.param
-    return name
+level = levels("linear_state", linear_state, LEVELS)
 
 
 def int32(*numbers: int) -> torch.Tensor:
@@ -71,12 +64,6 @@ def run(tokens, weights: LinearWeights, states: LinearStates, layer: int, batch:
     return RULES[states.shape.rule](*tokens, weights, states, layer, batch)
 
 
-def exactly(tokens, weights: LinearWeights, states: LinearStates, batch: StateBatch) -> torch.Tensor:
-    """In float64, token by token."""
-    mixed, *gates = (each.double() for each in tokens)
-    return recur_reference(mixed, gates, weights, states, 0, batch, torch.float64)
-
-
 def filled(shape: LinearShape, slots: int, dtype: torch.dtype, layers: int = 1) -> LinearStates:
     """States of another life in every slot."""
     states = LinearStates(shape, layers, slots, DRAFTS, dtype, "cpu")
@@ -85,19 +72,11 @@ def filled(shape: LinearShape, slots: int, dtype: torch.dtype, layers: int = 1) 
     return states
 
 
-def copied(states: LinearStates, dtype: torch.dtype | None = None) -> LinearStates:
-    """The same states, in their own dtypes or all in one."""
+def copied(states: LinearStates) -> LinearStates:
     layers, slots = states.recurrent.shape[:2]
     made = LinearStates(states.shape, layers, slots, DRAFTS, states.conv.dtype, "cpu")
-    made.recurrent, made.conv, made.window, made.gates = (
-        each.to(dtype or each.dtype).clone() for each in states.tensors
-    )
+    made.recurrent, made.conv, made.window, made.gates = (each.clone() for each in states.tensors)
     return made
-
-
-def off(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The greatest error, relative to the largest value."""
-    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(1e-30))
 
 
 @dataclass(eq=False)
@@ -217,37 +196,13 @@ def test_any_cut_of_conversations_is_one_pass(level, shape, dtype, threads, seed
 @given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(list(TOLERANCE)),
-    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=4),
-    strided=st.booleans(),
+    sequences=st.lists(spans(DRAFTS, most=100), min_size=1, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
-    """With drafts applied and held, a mark at a chunk's end, and a chunk that begins."""
-    torch.manual_seed(seed)
-    count, total = len(lengths), sum(lengths)
-    states, weights = filled(shape, 3 * count, dtype), weights_of(shape)
-    tokens = tokens_of(shape, total, dtype)
-    if strided:
-        *gates, mixed = torch.cat((*tokens[1:], tokens[0]), 1).split([x.shape[1] for x in (*tokens[1:], tokens[0])], 1)
-        tokens = (mixed, *gates)
-    held = [min(length, seed % (DRAFTS + 1)) for length in lengths]
-    marks = [(i, n - h, 2 * count + i) for i, (n, h) in enumerate(zip(lengths, held, strict=True)) if n > h]
-    batch = StateBatch(
-        int32(*(sum(lengths[:i]) for i in range(count + 1))),
-        int32(NO_STATE, *range(1, count)),
-        int32(*range(count, 2 * count)),
-        int32(0, *(i % (DRAFTS + 1) for i in range(1, count))),
-        int32(*held),
-        int32(*sum(marks, ())).view(-1, 3),
-    )
-    exact = copied(states, torch.float64)
-    expected = exactly(tokens, weights, exact, batch)
-    out = run(tokens, weights, states, 0, batch)
-    assert off(out, expected) < TOLERANCE[dtype]
-    for found, wanted in zip(states.tensors, exact.tensors, strict=True):
-        assert off(found, wanted) < TOLERANCE[torch.float32]
-    for _, _, slot in marks:
-        assert torch.equal(states.recurrent[0, slot], states.recurrent[0, slot - count])
+def test_it_is_its_reference(level, shape, dtype, sequences, seed):
+    """With drafts applied and held, marks, and sequences that begin or move to another slot."""
+    world = StateWorld(sequences, shape, DRAFTS, dtype, seed=seed)
+    assert_close(world, RULES[shape.rule], TOLERANCE[dtype], TOLERANCE[torch.float32], off)
 
 
 @pytest.mark.parametrize("kept", [0, 31, 32, 33, 64])
@@ -266,31 +221,18 @@ def test_drafts_may_begin_where_a_block_of_the_kernel_ends(level, shape, kept):
 @pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)
 @pytest.mark.parametrize("shape", [LinearShape(1, 1, 128, 128, 4), LinearShape(1, 1, 128, 64, 4, rule="mamba2")])
 def test_a_long_prompt_loses_nothing_to_rounding(level, shape):
-    torch.manual_seed(0)
-    states, weights, tokens = filled(shape, 1, torch.float32), weights_of(shape), tokens_of(shape, 2000, torch.float32)
-    batch = StateBatch(int32(0, 2000), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
-    exact = copied(states, torch.float64)
-    expected = exactly(tokens, weights, exact, batch)
-    assert off(run(tokens, weights, states, 0, batch), expected) < 2e-6
-    assert off(states.recurrent, exact.recurrent) < 2e-6
+    world = StateWorld([Span(0, 2000, begins=True)], shape, DRAFTS, torch.float32)
+    assert_close(world, RULES[shape.rule], 2e-6, error=off)
 
 
 @pytest.mark.parametrize("gate", [-200.0, -30.0, 30.0, 200.0, float("nan")])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=lambda shape: shape.rule)
 def test_gates_of_any_size(level, shape, gate):
     """A gate may be as large as it likes; what is not a number stays with its own sequence."""
-    torch.manual_seed(0)
-    states, weights = filled(shape, 2, torch.float32), weights_of(shape)
-    tokens = tokens_of(shape, 6, torch.float32)
-    for number, each in enumerate(tokens[1:]):
+    world = StateWorld([Span(0, 3), Span(0, 3)], shape, DRAFTS, torch.float32)
+    for number, each in enumerate(world.gates):
         each[:3] = -gate if number else gate
-    exact = copied(states, torch.float64)
-    batch = StateBatch(int32(0, 3, 6), int32(0, 1), int32(0, 1), int32(0, 0), int32(0, 0), int32().view(0, 3))
-    expected = exactly(tokens, weights, exact, batch)
-    out = run(tokens, weights, states, 0, batch)
-    assert torch.equal(out.isnan(), expected.isnan())
-    assert off(out.nan_to_num(), expected.nan_to_num()) < TOLERANCE[torch.float32]
-    assert off(states.recurrent.nan_to_num(), exact.recurrent.nan_to_num()) < TOLERANCE[torch.float32]
+    assert_close(world, RULES[shape.rule], TOLERANCE[torch.float32], error=off)
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from on_device import DEVICE, full
-from paged_world import relative_error
+from state_worlds import assert_close, spans
 
 from holdfast.kernels import linear_state_gpu
 from holdfast.kernels.attention_gpu import INTERPRETED
@@ -22,6 +22,8 @@ StateWorld = partial(linear_state.StateWorld, device=DEVICE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
 SMALL = LinearShape(1, 2, 16, 16, 4)
 MAMBA2 = LinearShape(1, 2, 16, 16, 4, rule="mamba2")
+SHAPES = [SMALL, LinearShape(2, 2, 16, 32, 4), LinearShape(1, 1, 32, 16, 3), MAMBA2]
+SHAPES += [LinearShape(2, 4, 32, 16, 3, rule="mamba2")]
 WINDOW = 3
 
 
@@ -34,40 +36,13 @@ def short_chunks(monkeypatch):
 
 
 def close(world, tolerance):
-    """Outputs and states are those of float64, and what nobody writes stays as it was."""
-    (out, states), (exact, expected) = world.run(world.kernel()), world.exact()
-    assert out.dtype == world.mixed.dtype
-    assert relative_error(out, exact) < tolerance
-    for now, then, before in zip(states.tensors, expected.tensors, world.states.tensors, strict=True):
-        assert torch.equal(now.isnan(), then.isnan())
-        assert torch.equal(now[0].isnan(), before[0].isnan())
-        assert relative_error(now.nan_to_num(), then.nan_to_num()) < tolerance
-    assert torch.equal(states.conv.nan_to_num(), expected.conv.to(states.conv.dtype).nan_to_num())  # copies, to the bit
-
-
-@st.composite
-def span(draw):
-    tokens = draw(st.one_of(st.integers(1, 6), st.integers(7, 34)))
-    held = draw(st.integers(0, min(tokens, WINDOW)))
-    begins = draw(st.booleans())
-    marks = draw(st.sets(st.integers(1, max(1, tokens - held)), max_size=3)) if tokens > held else ()
-    return Span(
-        0 if begins else draw(st.integers(0, WINDOW)), tokens, held, tuple(sorted(marks)), begins, draw(st.booleans())
-    )
+    assert_close(world, world.kernel(), tolerance)
 
 
 @settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
-    spans=st.lists(span(), min_size=1, max_size=4),
-    shape=st.sampled_from(
-        [
-            SMALL,
-            LinearShape(2, 2, 16, 32, 4),
-            LinearShape(1, 1, 32, 16, 3),
-            MAMBA2,
-            LinearShape(2, 4, 32, 16, 3, rule="mamba2"),
-        ]
-    ),
+    spans=st.lists(spans(WINDOW), min_size=1, max_size=4),
+    shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 99),
 )

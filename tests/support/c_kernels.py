@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,12 +53,17 @@ class Emulated(native.Library):
         return library
 
 
-def use_level(
-    level: native.Level, module: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let a module's kernels run at a level, by the fixture `emulated` where this machine does not have it."""
-    if level != "torch" and (module.LIBRARY.missing or not native.allowed(level)):
-        monkeypatch.setattr(module, "LIBRARY", request.getfixturevalue("emulated"))
-    monkeypatch.setattr(native, "level", functools.cache(lambda: level))
-    module.kernel.cache_clear()
-    request.addfinalizer(module.kernel.cache_clear)
+def levels(name: str, module: ModuleType, values: Iterable[str]) -> Any:
+    """A fixture `level`: the kernels of a module run at each level, emulated where this machine does not have it."""
+
+    @pytest.fixture(params=values)
+    def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        chosen: native.Level = request.param
+        if chosen != "torch" and (module.LIBRARY.missing or not native.allowed(chosen)):
+            monkeypatch.setattr(module, "LIBRARY", request.getfixturevalue("emulated")(name))
+        monkeypatch.setattr(native, "level", functools.cache(lambda: chosen))
+        module.kernel.cache_clear()
+        yield chosen
+        module.kernel.cache_clear()
+
+    return level

@@ -1,5 +1,7 @@
 """Grammars of calls, in every format and for any tokenizer, and what is read of a reply that follows one."""
 
+import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -7,10 +9,10 @@ import numpy as np
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
-from holdfast.replicas.constraints.guidance import Vocabulary
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule, reply_rule
+from holdfast.replicas.constraints.guidance import CallGuard, GuidedMatcher, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.requests import ChatPrompt, TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
 from holdfast.replicas.text.reasoning import CHANNELS, ChannelReader
@@ -39,6 +41,18 @@ WEATHER = {
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "get-time": NOTHING, "f": {**WEATHER, "required": ["days"]}}
+GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def tool(name: str, parameters: Any = GOOD, strict: bool = False) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+def asks(**fields: Any) -> ReplyRule:
+    """The rule of a request that has one."""
+    rule = reply_rule(ChatPrompt([{"role": "user", "content": "hi"}], **fields))
+    assert rule is not None
+    return rule
 
 
 def rule(**options: Any) -> ReplyRule:
@@ -46,21 +60,48 @@ def rule(**options: Any) -> ReplyRule:
     return ReplyRule(tools, **options)
 
 
+@cache
 def compiler(tokenizer: Any, format: ToolFormat) -> Compiler:
+    """One for all tests: grammars are compiled once."""
     markers = {token for text, token in tokenizer.get_vocab().items() if text in MARKERS[format]}
     control = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special) - markers
     return Compiler(lambda: Vocabulary(tokenizer, control, frozenset({tokenizer.eos_token_id})), format, 8)
 
 
-def vocabulary(made: Compiler) -> Vocabulary:
-    return made.vocabulary
+def held(matcher: Matcher) -> GuidedMatcher:
+    """What holds calls to their schemas, where they are forced or in a text."""
+    calls = matcher.calls if isinstance(matcher, CallGuard) else matcher
+    assert isinstance(calls, GuidedMatcher)
+    return calls
+
+
+def fits(matcher: Matcher, made: Compiler, text: str) -> bool:
+    """Whether all of `text` may be drawn."""
+    ids = made.vocabulary.encode(text)
+    return matcher.accepts(ids) == len(ids)
+
+
+def masks(matcher: Matcher, drafts: Sequence[int] = ()) -> np.ndarray:
+    """The rows of bits for the next token, and for the one behind each draft."""
+    rows = np.full((len(drafts) + 1, matcher.words), 7, np.int32)
+    matcher.fill(drafts, rows)
+    return rows
 
 
 def allowed(matcher: Matcher) -> list[int]:
-    bits = np.empty((1, matcher.words), np.int32)
-    matcher.fill((), bits)
-    found: list[int] = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    found: list[int] = np.unpackbits(masks(matcher).view(np.uint8), bitorder="little").nonzero()[0].tolist()
     return found
+
+
+@cache
+def closers(vocabulary: Vocabulary) -> frozenset[int]:
+    return frozenset(token for token, text in enumerate(vocabulary.tokens) if set(text) & set(b"\"'}])>,<"))
+
+
+def drawn(choices: list[int], vocabulary: Vocabulary, rng: random.Random, share: float) -> int:
+    """One of `choices`: in this share of draws one that may close something, where there is any."""
+    closing = [token for token in choices if token in closers(vocabulary)]
+    return rng.choice(closing if closing and rng.random() < share else choices)
 
 
 def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:

@@ -1,9 +1,18 @@
 """Tiny configurations of the families that our decoder runs, and random checkpoints of them."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
+
+from holdfast.replicas.kv.pages import StateUse
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import PageTable, build_batch
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 COMMON = {
     "vocab_size": 97,
@@ -110,3 +119,24 @@ def spread(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "layer_scalar")):
             buffer.add_(torch.randn_like(buffer) * 0.3)
+
+
+def paged_logits(
+    decoder: Any, kv: KVTensors, tokens: np.ndarray, cuts: Sequence[int] = (), state: StateUse | None = None
+) -> torch.Tensor:
+    """Logits of every position by our pages, in any order; the prompt is cut into chunks at `cuts`."""
+    table = PageTable.of(kv, 1, kv.cells)
+    for kind in table.kinds:
+        table.write(RowWrite(0, 0, np.random.default_rng(kind).permutation(kv.pages).astype(np.int32), kind))
+    parts = []
+    for start, end in pairwise([0, *cuts, len(tokens)]):
+        chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1), state=state)
+        parts.append(decoder.forward(build_batch((chunk,), table)))
+    return torch.cat(parts).float().cpu()
+
+
+@torch.inference_mode()
+def plain_logits(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
+    """The same by transformers."""
+    logits: torch.Tensor = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    return logits.float()

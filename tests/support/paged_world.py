@@ -92,3 +92,8 @@ def relative_error(got, exact):
     """Of the whole tensor, by norm."""
     exact = exact.double().cpu()
     return float((got.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def largest_error(found, exact):
+    """Relative to the largest value."""
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(1e-30))

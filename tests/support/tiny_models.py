@@ -137,15 +137,18 @@ def answer(prompt: tuple[int, ...], new: int, name: str) -> list[int]:
     return greedy(tiny(name)[1], prompt, new)
 
 
-def config_of(name: str, **settings: Any) -> EngineConfig:
-    """Settings for an engine over a tiny model."""
-    folder, model = tiny(name)
+def settings_for(folder: Path, model: torch.nn.Module, **settings: Any) -> EngineConfig:
+    """Settings for an engine over a tiny model in a folder."""
     defaults = {"cells": 2048, "max_sequences": 8, "session_rows": 3, "dtype": "float32", "page_size": 4}
     defaults["device"] = "cpu"
     described = describe(model.config)
     if described is not None and described.state is not None:
         defaults["state_slots"] = 24
     return EngineConfig(model=str(folder), threads=1, **(defaults | settings))
+
+
+def config_of(name: str, **settings: Any) -> EngineConfig:
+    return settings_for(*tiny(name), **settings)
 
 
 @cache

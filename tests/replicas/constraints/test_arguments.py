@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from call_grammars import compiler, vocabulary
+from call_grammars import compiler, held
 from call_texts import call_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
 from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
-from holdfast.replicas.constraints.guidance import CallGuard, GuidedMatcher
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
@@ -23,42 +22,13 @@ DEFINITIONS: dict[str, Any] = {
     "a/b": {"type": "string"},
     "many": {"type": "array", "items": {"$ref": "#/$defs/I"}},
 }
-TAGGED = {
-    ToolFormat.QWEN3_CODER: ("<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>",),
-    ToolFormat.GLM: ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",),
-    ToolFormat.MINIMAX_M2: (
-        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n</invoke>\n</minimax:tool_call>',
-    ),
-    ToolFormat.MUSE: (
-        '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="x">{}</atem:parameter>\n'
-        "</atem:invoke>\n</atem:function_calls>",
-    ),
-    ToolFormat.DEEPSEEK_V32: tuple(
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
-        f'<｜DSML｜parameter name="x" string="{text}">{{}}</｜DSML｜parameter>\n'
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-        for text in ("true", "false")
-    ),
-}
+TAGGED = [ToolFormat.QWEN3_CODER, ToolFormat.GLM, ToolFormat.MINIMAX_M2, ToolFormat.MUSE, ToolFormat.DEEPSEEK_V32]
 VALUES = [
     *("", " ", "zzz", "fast", "slow", "abcd", "Paris", "null", "None", " null ", "true", "True", "false", "truer"),
     *("0", "5", "-3", "12", "100", "1.5", "1.0", "1e2", "1e999", "9" * 30, "9" * 60, "05", "2024-01-01", " 7 ", "\n7"),
     *('"fast"', "{}", '{"foo": 1}', '{"city": "a"}', '{"city": 1}', '{"city": "a", "n": 2}', '{"city": "a", "n": "2"}'),
-    *(
-        "{foo}",
-        "{",
-        ' {"foo": 1}',
-        "\n[]",
-        "[]",
-        "[1]",
-        "[1, 2]",
-        '["a"]',
-        "[true]",
-        "[todo] x",
-        "[[1]]",
-        "[",
-        "[null]",
-    ),
+    *("{foo}", "{", ' {"foo": 1}', "\n[]", "[]", "[1]", "[1, 2]", '["a"]', "[true]"),
+    *("[todo] x", "[[1]]", "[", "[null]"),
 ]
 
 
@@ -67,44 +37,42 @@ def schema_of(value: Any) -> dict[str, Any]:
     return {**closed, "$defs": DEFINITIONS}
 
 
+def texts_of(format: ToolFormat, values: list[str]) -> list[str]:
+    """Calls of "f" with each of these texts in the tag of "x"; where a tag says whether it is a text, both ways."""
+    (frame,) = call_texts(format, [("f", {"x": "{}"})], variant=int(format is ToolFormat.GLM))
+    frames = dict.fromkeys((frame, frame.replace('string="true"', 'string="false"')))
+    return [each.replace("{}", value) for each in frames for value in values]
+
+
 def taken(
-    made: Compiler, format: ToolFormat, parameters: Any, values: list[str], strict: bool = True
-) -> dict[str, Any]:
-    """Those of `values` that may be written for "x", and what is read of them, forced or in a text."""
-    found = {}
+    made: Compiler, format: ToolFormat, parameters: Any, texts: list[str], strict: bool = True
+) -> list[tuple[str, Any]]:
+    """Those of `texts` that may be a call, forced or in a text, and what is read of each."""
+    found, encoded = [], [(text, made.vocabulary.encode(text)) for text in texts]
     for calls in ("required", "auto"):
         rule = ReplyRule((ToolRule("f", Schema(parameters, strict, "tools.0")),), calls)  # type: ignore[arg-type]
-        matcher = made.matcher(rule)
-        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
-        assert isinstance(held, GuidedMatcher)
-        for frame in TAGGED[format]:
-            for value in values:
-                text = frame.replace("{}", value)
-                ids = vocabulary(made).encode(text)
-                if (place := held.copy()).take(ids) == len(ids) and place.complete:
-                    parser = CallTracker(format, frozenset({"f"}), True, str, schemas={"f": parameters})
-                    parser.feed(text)
-                    parser.finish()
-                    (call,) = parser.calls
-                    found[calls + value] = json.loads(call.arguments)
+        matcher = held(made.matcher(rule))
+        for text, ids in encoded:
+            if (place := matcher.copy()).take(ids) == len(ids) and place.complete:
+                parser = CallTracker(format, frozenset({"f"}), True, str, schemas={"f": parameters})
+                parser.feed(text)
+                parser.finish()
+                (call,) = parser.calls
+                found.append((text, json.loads(call.arguments)))
     return found
 
 
-def followed(made: Compiler, format: ToolFormat, value: Any) -> list[Any] | None:
+def followed(tokenizer: Any, format: ToolFormat, value: Any) -> list[Any] | None:
     """The values of "x" that are let through, each of which follows the schema; None where that is refused."""
     parameters = schema_of(value)
+    validator = Draft202012Validator(parameters)
     try:
-        found = taken(made, format, parameters, VALUES)
+        found = taken(compiler(tokenizer, format), format, parameters, texts_of(format, VALUES))
     except InvalidRequestError:
         return None
-    for text, arguments in found.items():
-        assert not list(Draft202012Validator(parameters).iter_errors(arguments)), (text, arguments)
-    return [arguments["x"] for arguments in found.values()]
-
-
-@pytest.fixture(scope="module")
-def made(qwen_like: Any) -> dict[ToolFormat, Compiler]:
-    return {format: compiler(qwen_like, format) for format in TAGGED}
+    for text, arguments in found:
+        assert validator.is_valid(arguments), (text, arguments)
+    return [arguments["x"] for _, arguments in found]
 
 
 CITY = {
@@ -136,9 +104,9 @@ CITY = {
 )
 @pytest.mark.parametrize("format", TAGGED)
 def test_a_value_of_several_kinds_follows_its_alternatives(
-    made: dict[ToolFormat, Compiler], format: ToolFormat, value: Any, some: list[Any], never: list[Any]
+    qwen_like: Any, format: ToolFormat, value: Any, some: list[Any], never: list[Any]
 ) -> None:
-    found = followed(made[format], format, value)
+    found = followed(qwen_like, format, value)
     assert found is not None
     assert [each for each in some if each not in found] == []
     assert [each for each in found if any(each == other and type(each) is type(other) for other in never)] == []
@@ -156,10 +124,10 @@ def test_a_value_of_several_kinds_follows_its_alternatives(
 )
 @pytest.mark.parametrize("format", TAGGED)
 def test_what_cannot_be_followed_is_refused_where_it_is_strict_and_left_out_elsewhere(
-    made: dict[ToolFormat, Compiler], format: ToolFormat, value: Any
+    qwen_like: Any, format: ToolFormat, value: Any
 ) -> None:
-    assert followed(made[format], format, value) is None
-    assert taken(made[format], format, schema_of(value), ["zzz"], strict=False)
+    assert followed(qwen_like, format, value) is None
+    assert taken(compiler(qwen_like, format), format, schema_of(value), texts_of(format, ["zzz"]), strict=False)
 
 
 LEAVES = st.sampled_from(
@@ -203,86 +171,44 @@ SCHEMAS = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(value=SCHEMAS, format=st.sampled_from(list(TAGGED)))
+@given(value=SCHEMAS, format=st.sampled_from(TAGGED))
 def test_whatever_is_let_through_is_read_back_and_follows_the_schema(
-    made: dict[ToolFormat, Compiler], value: Any, format: ToolFormat
+    qwen_like: Any, value: Any, format: ToolFormat
 ) -> None:
-    followed(made[format], format, value)
+    followed(qwen_like, format, value)
 
 
 # ---- Gemma 4 ----
 
 SPOKEN = [
-    *(
-        "",
-        "fast",
-        "5",
-        "null",
-        "slow",
-        'a"b\n{',
-        "abcd",
-        "日本",
-        5,
-        -3,
-        7,
-        12,
-        1.5,
-        True,
-        False,
-        None,
-        [],
-        [1, 2],
-        ["a"],
-    ),
-    *(
-        [True],
-        [[1]],
-        {},
-        {"city": "a"},
-        {"city": 1},
-        {"city": "a", "n": 2},
-        {"city": "a", "n": "2"},
-        {"a": {"b c": []}},
-    ),
+    *("", "fast", "5", "null", "slow", 'a"b\n{', "abcd", "日本", 5, -3, 7, 12, 1.5, True, False, None),
+    *([], [1, 2], ["a"], [True], [[1]], {}, {"city": "a"}, {"city": 1}, {"city": "a", "n": 2}),
+    *({"city": "a", "n": "2"}, {"a": {"b c": []}}),
 ]
+WRITTEN = {call_texts(ToolFormat.GEMMA4, [("f", {"x": value})])[0]: value for value in SPOKEN}
 
 
-@pytest.fixture(scope="module")
-def gemma4(qwen_like: Any) -> Compiler:
-    return compiler(qwen_like, ToolFormat.GEMMA4)
-
-
-def spoken(made: Compiler, parameters: Any, strict: bool = True) -> list[Any]:
-    """Those of `SPOKEN` that may be written for "x", forced or in a text; each is read back as it was."""
-    found = []
-    for calls in ("required", "auto"):
-        matcher = made.matcher(ReplyRule((ToolRule("f", Schema(parameters, strict, "tools.0")),), calls))  # type: ignore[arg-type]
-        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
-        assert isinstance(held, GuidedMatcher)
-        for value in SPOKEN:
-            (text,) = call_texts(ToolFormat.GEMMA4, [("f", {"x": value})])
-            ids = vocabulary(made).encode(text)
-            if (place := held.copy()).take(ids) == len(ids) and place.complete:
-                tracker = CallTracker(ToolFormat.GEMMA4, frozenset({"f"}), True, str)
-                tracker.feed(text)
-                assert json.loads(tracker.calls[0].arguments) == {"x": value}
-                found.append(value)
-    return found
+def spoken(tokenizer: Any, value: Any, strict: bool = True) -> list[Any]:
+    """Those of `SPOKEN` that may be written for "x" of this schema, forced or in a text; each is read as it was."""
+    made = compiler(tokenizer, ToolFormat.GEMMA4)
+    found = taken(made, ToolFormat.GEMMA4, schema_of(value), list(WRITTEN), strict)
+    assert all(arguments == {"x": WRITTEN[text]} for text, arguments in found)
+    return [WRITTEN[text] for text, _ in found]
 
 
 @settings(max_examples=40, deadline=None)
 @given(value=SCHEMAS)
-def test_a_value_of_gemma_4_is_let_through_exactly_where_it_follows_its_schema(gemma4: Compiler, value: Any) -> None:
-    parameters = schema_of(value)
+def test_a_value_of_gemma_4_is_let_through_exactly_where_it_follows_its_schema(qwen_like: Any, value: Any) -> None:
     try:
-        found = spoken(gemma4, parameters)
+        found = spoken(qwen_like, value)
     except InvalidRequestError:
         return
-    valid = [each for each in SPOKEN if Draft202012Validator(parameters).is_valid({"x": each})]
+    validator = Draft202012Validator(schema_of(value))
+    valid = [each for each in SPOKEN if validator.is_valid({"x": each})]
     assert sorted(map(repr, found)) == sorted(map(repr, valid * 2))
 
 
-def test_what_the_notation_of_gemma_4_cannot_follow_is_refused_where_it_is_strict(gemma4: Compiler) -> None:
+def test_what_the_notation_of_gemma_4_cannot_follow_is_refused_where_it_is_strict(qwen_like: Any) -> None:
     for value, some, never in (
         ({"type": "string", "pattern": "^a"}, ["abcd", "fast"], [5]),
         ({"type": "object", "minProperties": 1, "required": ["n"], "properties": {"n": {}}}, [SPOKEN[-3]], [{}]),
@@ -290,9 +216,9 @@ def test_what_the_notation_of_gemma_4_cannot_follow_is_refused_where_it_is_stric
         ({"not": {"type": "string"}}, [5, None, [1, 2]], []),
     ):
         with pytest.raises(InvalidRequestError):
-            spoken(gemma4, schema_of(value))
-        found = spoken(gemma4, schema_of(value), strict=False)
+            spoken(qwen_like, value)
+        found = spoken(qwen_like, value, strict=False)
         assert [each for each in some if each not in found] == []
         assert [each for each in found if each in never] == []
     listed = [{"n": 2, "city": "a"}, ["a"], 5]
-    assert spoken(gemma4, schema_of({"enum": listed})) == [5, ["a"], {"city": "a", "n": 2}] * 2
+    assert spoken(qwen_like, {"enum": listed}) == [5, ["a"], {"city": "a", "n": 2}] * 2

@@ -8,39 +8,30 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
-from waiting import until_async
+from call_grammars import GOOD, asks, fits, held, tool
+from waiting import PATIENCE_S, until_async
 
 from holdfast.replicas.constraints import compiler as compiling
 from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads, NotCompiledError
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, reply_rule
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema
 from holdfast.replicas.constraints.guidance import LIMITS, CallGuard, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
-from holdfast.replicas.requests import ChatPrompt, JsonOutput
+from holdfast.replicas.requests import JsonOutput
 from holdfast.replicas.text.calls.formats import ToolFormat
 
-USER = [{"role": "user", "content": "hi"}]
-GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 NEVER = {"type": "object", "properties": {"a": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "required": ["a"]}
 UNKNOWN = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}}}
 REMOTE = {"type": "object", "properties": {"a": {"$ref": "https://example.org/schema"}}, "required": ["a"]}
 
 
-def tool(name: str, parameters: Any = GOOD, strict: bool = False) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
-
-
-def asks(**fields: Any) -> ReplyRule:
-    """The rule of a request that has one."""
-    rule = reply_rule(ChatPrompt(USER, **fields))
-    assert rule is not None
-    return rule
+CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 
 
 @pytest.fixture
@@ -68,12 +59,9 @@ def refused(compiler: Compiler, **fields: Any) -> InvalidRequestError:
 )
 def test_arguments_are_an_object_whatever_the_schema_leaves_out(hermes: Compiler, parameters: Any) -> None:
     for strict in (True, False):
-        rule = asks(tools=[tool("f", parameters, strict)], tool_choice="required")
-        matcher = hermes.matcher(rule)
-        encode = hermes.vocabulary.encode
+        matcher = hermes.matcher(asks(tools=[tool("f", parameters, strict)], tool_choice="required"))
         for arguments, right in (('{"a": "x"}', True), ("5", False), ("[1]", False), ('"a"', False)):
-            ids = encode('<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>")
-            assert (matcher.accepts(ids) == len(ids)) is right, arguments
+            assert fits(matcher, hermes, CALL % ("f", arguments)) is right, arguments
 
 
 def test_grammars_are_compiled_once_and_the_oldest_is_forgotten(hermes: Compiler) -> None:
@@ -94,19 +82,20 @@ def test_a_refusal_is_remembered_and_names_the_field_of_each_request(hermes: Com
     assert hermes.compiled == 2
 
 
-class BlockedBy:
-    """Compiling begins, and goes on once it is released."""
+class Blocked:
+    """Compiling a grammar with `word` in it begins, and goes on once it is released."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, word: str = "") -> None:
         self.begun, self.release = threading.Semaphore(0), threading.Event()
         compile = Vocabulary.compile
 
-        def held(library: Vocabulary, lark: str) -> Any:
-            self.begun.release()
-            self.release.wait()
+        def blocked(library: Vocabulary, lark: str) -> Any:
+            if word in lark:
+                self.begun.release()
+                assert self.release.wait(PATIENCE_S)
             return compile(library, lark)
 
-        monkeypatch.setattr(Vocabulary, "compile", held)
+        monkeypatch.setattr(Vocabulary, "compile", blocked)
 
 
 def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
@@ -114,17 +103,17 @@ def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
 ) -> None:
     known, new = asks(output=JsonOutput(GOOD)), asks(output=JsonOutput(UNKNOWN))
     hermes.matcher(known)
-    held = BlockedBy(monkeypatch)
+    blocked = Blocked(monkeypatch)
     with ThreadPoolExecutor(2) as threads:
         making = threads.submit(hermes.matcher, new)
-        held.begun.acquire()
+        blocked.begun.acquire()
         try:
             assert not hermes.matcher(known).failed
             told = threads.submit(hermes.matcher, new).exception(timeout=60)
             assert isinstance(told, NotCompiledError)
             assert (told.field, making.done()) == ("response_format", False)
         finally:
-            held.release.set()
+            blocked.release.set()
         assert told.making is not None
         assert told.making.result() is not making.result(), "each is a copy"
     assert not hermes.matcher(new).failed
@@ -140,15 +129,15 @@ def test_an_event_loop_neither_compiles_nor_waits(hermes: Compiler, monkeypatch:
     with pytest.raises(NotCompiledError):
         asyncio.run(on_loop())
     assert hermes.compiled == 0
-    held = BlockedBy(monkeypatch)
+    blocked = Blocked(monkeypatch)
     with ThreadPoolExecutor(1) as threads:
         making = threads.submit(hermes.matcher, rule)
-        held.begun.acquire()
+        blocked.begun.acquire()
         try:
             with pytest.raises(NotCompiledError):
                 asyncio.run(on_loop())
         finally:
-            held.release.set()
+            blocked.release.set()
         making.result()
     assert asyncio.run(on_loop()) is False
 
@@ -175,12 +164,9 @@ def test_what_only_people_read_is_no_part_of_a_grammar(hermes: Compiler) -> None
     for choice in ("required", "auto"):
         for text in ("x" * 160, "y" * 160):
             rule = asks(tools=[tool(f"f{index}", described(text)) for index in range(200)], tool_choice=choice)
-            matcher = hermes.matcher(rule)
-            held = matcher.calls if isinstance(matcher, CallGuard) else matcher
-            call = '<tool_call>\n{"name": "f199", "arguments": {"p0": [{"title": "a"}]}}\n</tool_call>'
-            wrong = call.replace('"title": "a"', '"title": 1')
-            ids, bad = hermes.vocabulary.encode(call), hermes.vocabulary.encode(wrong)
-            assert (held.accepts(ids), held.accepts(bad) < len(bad)) == (len(ids), True)
+            matcher = held(hermes.matcher(rule))
+            assert fits(matcher, hermes, CALL % ("f199", '{"p0": [{"title": "a"}]}'))
+            assert not fits(matcher, hermes, CALL % ("f199", '{"p0": [{"title": 1}]}'))
     assert hermes.compiled == 2
 
 
@@ -190,28 +176,17 @@ def test_a_grammar_whose_lexer_is_used_up_is_compiled_again(hermes: Compiler, mo
     text = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 300}}}
     for fields in ({"output": JsonOutput(text, strict=True)}, {"tools": [tool("f", text, strict=True)]}):
         rule = asks(**fields)
-        first = hermes.matcher(rule)
-        held = first.calls if isinstance(first, CallGuard) else first
-        ids = hermes.vocabulary.encode(
-            ('<tool_call>\n{"name": "f", "arguments": ' if "tools" in fields else "") + '{"a": "'
-        )
-        assert held.copy().accepts(ids) == len(ids)
-        assert held.copy().accepts([*ids, *hermes.vocabulary.encode("xy" * 150)]) < len(ids) + 150
-        second = hermes.matcher(rule)
-        again = second.calls if isinstance(second, CallGuard) else second
-        assert again.accepts(ids) == len(ids)
+        begins = CALL.partition("%s}")[0] % "f" if "tools" in fields else ""
+        ids = hermes.vocabulary.encode(begins + '{"a": "')
+        first = held(hermes.matcher(rule))
+        assert first.copy().accepts(ids) == len(ids)
+        assert first.copy().accepts([*ids, *hermes.vocabulary.encode("xy" * 150)]) < len(ids) + 150
+        assert held(hermes.matcher(rule)).accepts(ids) == len(ids)
     assert hermes.compiled == 4
 
 
-MALFORMED = [
-    {"type": "x"},
-    {"type": []},
-    {"enum": "abc"},
-    {"anyOf": 5},
-    {"allOf": {}},
-    {"anyOf": []},
-    {"minLength": "x"},
-]
+MALFORMED = [{"type": "x"}, {"type": []}, {"enum": "abc"}, {"anyOf": 5}, {"allOf": {}}, {"anyOf": []}]
+MALFORMED += [{"minLength": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -236,15 +211,12 @@ PARTLY = {
 
 def test_one_rule_leaves_out_of_answers_and_calls_what_cannot_be_followed(hermes: Compiler) -> None:
     """The keyword alone: what else a loose schema says is kept."""
-    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
-    for fields, frame in (
-        ({"output": JsonOutput(PARTLY)}, "%s"),
-        ({"tools": [tool("f", PARTLY)], "tool_choice": "required"}, call),
-        ({"tools": [tool("f", PARTLY)]}, call),
+    for fields in (
+        {"output": JsonOutput(PARTLY)},
+        {"tools": [tool("f", PARTLY)], "tool_choice": "required"},
+        {"tools": [tool("f", PARTLY)]},
     ):
-        rule = asks(**fields)
-        matcher = hermes.matcher(rule)
-        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+        matcher = held(hermes.matcher(asks(**fields)))
         for text, right in (
             ('{"a": "b", "b": ["c", 1]}', True),
             ('{"a": 1, "b": []}', False),
@@ -252,8 +224,7 @@ def test_one_rule_leaves_out_of_answers_and_calls_what_cannot_be_followed(hermes
             ('{"a": "b", "b": [null]}', False),
             ('{"a": "b"}', False),
         ):
-            ids = hermes.vocabulary.encode(frame % text)
-            assert (held.accepts(ids) == len(ids)) is right, (fields, text)
+            assert fits(matcher, hermes, CALL % ("f", text) if "tools" in fields else text) is right, (fields, text)
 
 
 @pytest.mark.parametrize(
@@ -304,9 +275,7 @@ def test_a_malformed_schema_is_refused_at_its_place_by_whoever_asks_for_it(
             letters = tool("f", {"type": "object", "properties": {"a": {}}, "required": "a"}, strict)
             message = refused(other, tools=[letters], tool_choice="required").message
             assert message.endswith("'required' must be a list of names"), message
-    free = asks(tools=[tool("f", schema), tool("g")])
-    assert free is not None
-    matcher = hermes.matcher(free)
+    matcher = hermes.matcher(asks(tools=[tool("f", schema), tool("g")]))
     assert isinstance(matcher, CallGuard)
     assert matcher.loose, "nobody has asked for it"
 
@@ -335,9 +304,8 @@ def test_python_calls_need_properties_that_are_names(qwen_like: Any) -> None:
     pythonic = Compiler(lambda: Vocabulary(qwen_like, frozenset(), frozenset({2})), ToolFormat.PYTHONIC, 2)
     dashed = {"type": "object", "properties": {"a-b": {"type": "string"}}, "required": ["a-b"]}
     assert refused(pythonic, tools=[tool("f", dashed, strict=True)]).field == "tools.0.function.parameters"
-    optional = asks(tools=[tool("f", {**dashed, "required": []}, strict=True)])
-    assert optional is not None
-    assert not pythonic.matcher(optional).failed
+    optional = tool("f", {**dashed, "required": []}, strict=True)
+    assert not pythonic.matcher(asks(tools=[optional])).failed
 
 
 def test_without_the_library_only_requests_that_need_it_fail(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,92 +318,63 @@ def test_without_the_library_only_requests_that_need_it_fail(hermes: Compiler, m
 
 # ---- threads ----
 
-PATIENT = 120.0
-
 
 def about(name: str) -> ReplyRule:
     return ReplyRule(json=Schema({"const": name}, True, "response_format"))
 
 
-class Slow:
+class Slow(Blocked):
     """A compiler whose grammars with "slow" in them are not ready before `release`."""
 
     def __init__(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, "slow")
         self.compiler = Compiler(lambda: Vocabulary(tokenizer, frozenset(), frozenset({2})), ToolFormat.HERMES, 16)
-        self.begun, self.release = threading.Semaphore(0), threading.Event()
-        compile = Vocabulary.compile
-
-        def held(library: Vocabulary, lark: str) -> Any:
-            if "slow" in lark:
-                self.begun.release()
-                assert self.release.wait(PATIENT)
-            return compile(library, lark)
-
-        monkeypatch.setattr(Vocabulary, "compile", held)
 
     def run(self, threads: CompilerThreads, name: str, scope: str | None) -> Coroutine[Any, Any, Matcher]:
         return threads.run(partial(self.compiler.matcher, about(name)), scope)
 
-    def runs(self, scenario: Callable[["Slow"], Awaitable[None]]) -> None:
-        async def all_of_it() -> None:
-            try:
-                async with asyncio.timeout(PATIENT):
-                    await scenario(self)
-            finally:
-                self.release.set()
-
-        asyncio.run(all_of_it())
+    async def has_begun(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert await asyncio.to_thread(self.begun.acquire, timeout=PATIENCE_S)
 
 
 @pytest.fixture
-def slow(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> Slow:
-    return Slow(qwen_like, monkeypatch)
+def slow(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    slow = Slow(qwen_like, monkeypatch)
+    yield slow
+    slow.release.set()
 
 
-async def begun(slow: Slow) -> None:
-    assert await asyncio.to_thread(slow.begun.acquire, timeout=PATIENT)
-
-
-def test_those_who_ask_for_one_grammar_take_one_thread(slow: Slow) -> None:
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads()
-        making = [asyncio.create_task(slow.run(threads, "slow", scope)) for scope in "abcd"]
-        await begun(slow)
-        making += [asyncio.create_task(slow.run(threads, "slow", scope)) for scope in "aa"]
-        assert not (await slow.run(threads, "other", "e")).failed
-        assert not (await slow.run(threads, "another", "b")).failed
-        assert not any(task.done() for task in making)
-        slow.release.set()
-        assert len({id(matcher) for matcher in await asyncio.gather(*making)}) == 6
-
-    slow.runs(scenario)
+async def test_those_who_ask_for_one_grammar_take_one_thread(slow: Slow) -> None:
+    threads = CompilerThreads()
+    making = [asyncio.create_task(slow.run(threads, "slow", scope)) for scope in "abcd"]
+    await slow.has_begun()
+    making += [asyncio.create_task(slow.run(threads, "slow", scope)) for scope in "aa"]
+    assert not (await slow.run(threads, "other", "e")).failed
+    assert not (await slow.run(threads, "another", "b")).failed
+    assert not any(task.done() for task in making)
+    slow.release.set()
+    assert len({id(matcher) for matcher in await asyncio.gather(*making)}) == 6
     assert slow.compiler.compiled == 3
 
 
-def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
+async def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_SLOW_S", 0.01)
-
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads()
-        hostile = [
-            asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for i in "12" for scope in "abcde"
-        ]
-        for _ in hostile:
-            await begun(slow)
-        await until_async(lambda: threads._n_slow == len(hostile))
-        compilers = [each for each in threading.enumerate() if each.name == compiling._NAME]
-        assert max(os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in compilers) == 19
-        again = [asyncio.create_task(slow.run(threads, f"slow {scope}, again", scope)) for scope in "abcde"]
-        for scope in "fgh":
-            assert not (await slow.run(threads, f"other {scope}", scope)).failed
-        assert not slow.begun.acquire(blocking=False), "two slow ones of a tenant"
-        slow.release.set()
-        await asyncio.gather(*hostile, *again)
-        await until_async(lambda: not threads._n_slow)
-
-    slow.runs(scenario)
+    threads = CompilerThreads()
+    hostile = [asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for i in "12" for scope in "abcde"]
+    await slow.has_begun(len(hostile))
+    await until_async(lambda: threads._n_slow == len(hostile))
+    compilers = [each for each in threading.enumerate() if each.name == compiling._NAME]
+    assert max(os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in compilers) == 19
+    again = [asyncio.create_task(slow.run(threads, f"slow {scope}, again", scope)) for scope in "abcde"]
+    for scope in "fgh":
+        assert not (await slow.run(threads, f"other {scope}", scope)).failed
+    assert not slow.begun.acquire(blocking=False), "two slow ones of a tenant"
+    slow.release.set()
+    await asyncio.gather(*hostile, *again)
+    await until_async(lambda: not threads._n_slow)
 
 
 HOSTILE = {
@@ -448,7 +387,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
+async def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
     hermes: Compiler, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
     monkeypatch.setattr(compiling, "LONGEST_S", 1)
@@ -456,102 +395,80 @@ def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
     monkeypatch.setattr(compiling, "_SLOW_S", 0.1)
     tried, answered = compiling._TRIALS.complaint, threading.Event()
 
-    def held(lark: str, seconds: int) -> str:
+    def waits(lark: str, seconds: int) -> str:
         if ".*v.*" in lark:  # goes on until the other one has its answer
-            assert answered.wait(PATIENT)
+            assert answered.wait(PATIENCE_S)
         return tried(lark, seconds)
 
-    monkeypatch.setattr(compiling._TRIALS, "complaint", held)
-    rules = [asks(output=JsonOutput(schema, strict=strict)) for schema in (HOSTILE, GOOD)]
-
-    async def scenario() -> None:
-        threads = CompilerThreads(PATIENT)
-        hostile, other = (
-            asyncio.create_task(threads.run(partial(hermes.matcher, rule), "tenant"))
-            for rule in rules
-            if rule is not None
-        )
+    monkeypatch.setattr(compiling._TRIALS, "complaint", waits)
+    threads = CompilerThreads(PATIENCE_S)
+    hostile, other = (
+        asyncio.create_task(threads.run(partial(hermes.matcher, asks(output=JsonOutput(schema, strict=strict))), "t"))
+        for schema in (HOSTILE, GOOD)
+    )
+    try:
         assert not (await other).failed, "the tenant's next one does not wait for its end"
+    finally:
         answered.set()
-        if not strict:
-            ids = hermes.vocabulary.encode('{"a": "x')
-            assert (await hostile).accepts(ids) == len(ids)
-            return
+    if strict:
         with pytest.raises(InvalidRequestError, match=r"at 'properties\.a': it takes too long to compile") as caught:
             await hostile
         assert caught.value.field == "response_format.json_schema.schema"
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        answered.set()
+    else:
+        assert fits(await hostile, hermes, '{"a": "x')
     assert len(compiling._TRIALS._idle) <= compiling._IDLE
     assert all(process.poll() is None for process in compiling._TRIALS._idle), "those that are kept answer again"
 
 
-def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads(0.05)
-        names = [("slow", "a"), ("slow too", "a"), ("behind them", "a"), ("slow b", "b"), ("slow b, too", "b")]
-        asked = [*names, ("no place", "c"), ("slow", "d")]
-        tasks = [asyncio.create_task(slow.run(threads, *each)) for each in asked]
-        await asyncio.wait(tasks)
-        for task in tasks:
-            error = task.exception()
-            assert isinstance(error, OverloadedError)
-            assert error.field == "response_format"
-            assert "too long to compile" in error.message
-        for _ in range(4):
-            await begun(slow)
-
-        patient = CompilerThreads()
-        waits = asyncio.create_task(slow.run(patient, "slow", "a"))
-        slow.release.set()
-        assert not (await waits).failed, "what was begun has gone on"
-
-    slow.runs(scenario)
+async def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:
+    threads = CompilerThreads(0.05)
+    names = [("slow", "a"), ("slow too", "a"), ("behind them", "a"), ("slow b", "b"), ("slow b, too", "b")]
+    asked = [*names, ("no place", "c"), ("slow", "d")]
+    tasks = [asyncio.create_task(slow.run(threads, *each)) for each in asked]
+    await asyncio.wait(tasks)
+    for task in tasks:
+        error = task.exception()
+        assert isinstance(error, OverloadedError)
+        assert error.field == "response_format"
+        assert "too long to compile" in error.message
+    await slow.has_begun(4)
+    waits = asyncio.create_task(slow.run(CompilerThreads(), "slow", "a"))
+    slow.release.set()
+    assert not (await waits).failed, "what was begun has gone on"
     assert slow.compiler.compiled == 4
 
 
-def test_who_goes_leaves_the_queue_and_a_thread_that_is_done_its_place(slow: Slow) -> None:
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads()
-        gone = [asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for scope in "ab" for i in "12"]
-        for _ in gone:
-            await begun(slow)
-        gone += [asyncio.create_task(slow.run(threads, f"slow {scope}, later", scope)) for scope in "abc"]
-        waits = asyncio.create_task(slow.run(threads, "other", "a"))
-        await asyncio.sleep(0)  # each is in its queue
-        for task in gone:
-            task.cancel()
-        await asyncio.wait(gone)
-        assert all(task.cancelled() for task in gone)
-        assert not waits.done()
-        slow.release.set()
-        assert not (await waits).failed
-        await asyncio.gather(*(slow.run(threads, f"other {scope}", scope) for scope in "abcde"))
-
-    slow.runs(scenario)
+async def test_who_goes_leaves_the_queue_and_a_thread_that_is_done_its_place(slow: Slow) -> None:
+    threads = CompilerThreads()
+    gone = [asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for scope in "ab" for i in "12"]
+    await slow.has_begun(len(gone))
+    gone += [asyncio.create_task(slow.run(threads, f"slow {scope}, later", scope)) for scope in "abc"]
+    waits = asyncio.create_task(slow.run(threads, "other", "a"))
+    await asyncio.sleep(0)  # each is in its queue
+    for task in gone:
+        task.cancel()
+    await asyncio.wait(gone)
+    assert all(task.cancelled() for task in gone)
+    assert not waits.done()
+    slow.release.set()
+    assert not (await waits).failed
+    await asyncio.gather(*(slow.run(threads, f"other {scope}", scope) for scope in "abcde"))
     assert slow.compiler.compiled == 10
 
 
-def test_what_waits_for_a_place_when_it_closes_is_refused(slow: Slow) -> None:
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads()
-        running = [asyncio.create_task(slow.run(threads, name, "a")) for name in ("slow", "slow too")]
-        for _ in running:
-            await begun(slow)
-        waits = asyncio.create_task(slow.run(threads, "other", "a"))
-        await asyncio.sleep(0)
-        threads.close()
-        with pytest.raises(UnavailableError):
-            await slow.run(threads, "another", "b")
-        slow.release.set()
-        assert not any(matcher.failed for matcher in await asyncio.gather(*running))
-        with pytest.raises(UnavailableError):
-            await waits
-
-    slow.runs(scenario)
+async def test_what_waits_for_a_place_when_it_closes_is_refused(slow: Slow) -> None:
+    threads = CompilerThreads()
+    running = [asyncio.create_task(slow.run(threads, name, "a")) for name in ("slow", "slow too")]
+    await slow.has_begun(len(running))
+    waits = asyncio.create_task(slow.run(threads, "other", "a"))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(UnavailableError):
+        await slow.run(threads, "another", "b")
+    slow.release.set()
+    assert not any(matcher.failed for matcher in await asyncio.gather(*running))
+    with pytest.raises(UnavailableError):
+        await waits
 
 
 def test_the_process_ends_beside_a_grammar_that_is_never_ready() -> None:

@@ -10,84 +10,73 @@ from functools import partial
 from typing import Any
 
 import pytest
-from call_grammars import FORMATS, WEATHER, allowed, compiler, read, rule, validator, vocabulary
+from call_grammars import (
+    FORMATS,
+    GOOD,
+    WEATHER,
+    allowed,
+    asks,
+    compiler,
+    drawn,
+    fits,
+    held,
+    read,
+    rule,
+    tool,
+    validator,
+)
 from call_texts import call_texts
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
 from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, forms_of, reply_rule
-from holdfast.replicas.constraints.guidance import CallGuard
+from holdfast.replicas.constraints.guidance import Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 USER = [{"role": "user", "content": "hi"}]
-GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-
-
-def tool(name: str, parameters: Any = GOOD, strict: bool = False) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
-
-
-def asks(**fields: Any) -> ReplyRule | None:
-    return reply_rule(ChatPrompt(USER, **fields))
 
 
 def test_what_a_request_asks_for() -> None:
     tools = [tool("f"), tool("g", strict=True)]
-    assert asks() is None
+    assert reply_rule(ChatPrompt(USER)) is None
+    assert reply_rule(ChatPrompt(USER, tools, tool_choice="none")) is None
     assert reply_rule(ChatPrompt(USER, tools[:1]), "off") is None
     assert reply_rule(ChatPrompt(USER, tools), "schema", writes_calls=False) is None
     free = asks(tools=tools[:1])
-    assert free is not None
-    assert (free.in_text, free.strict, free.tools[0].arguments.content["properties"]) == (
-        True,
-        False,
-        GOOD["properties"],
-    )
+    assert (free.in_text, free.strict) == (True, False)
+    assert free.tools[0].arguments.content["properties"] == GOOD["properties"]
     named = reply_rule(ChatPrompt(USER, tools), "names")
     assert named is not None
     assert [tool.arguments.content == ANY_OBJECT for tool in named.tools] == [True, False], "a strict one is followed"
-    assert asks(tools=tools, tool_choice="none") is None
     required = asks(tools=tools, tool_choice="required")
-    assert required is not None
     assert ([t.name for t in required.tools], required.calls, required.parallel) == (["f", "g"], "required", True)
-    named = asks(tools=tools, tool_choice="required", forced_tool="g")
-    assert named is not None
-    assert ([t.name for t in named.tools], named.parallel) == (["g"], False)
+    forced = asks(tools=tools, tool_choice="required", forced_tool="g")
+    assert ([t.name for t in forced.tools], forced.parallel) == (["g"], False)
     strict = asks(tools=tools, parallel_tool_calls=False)
-    assert strict is not None
     assert (len(strict.tools), strict.calls, strict.parallel) == (2, "auto", False)
     both = asks(tools=tools, output=JsonOutput(GOOD))
-    assert both is not None
     assert (both.calls, both.json and both.json.content) == ("auto", GOOD)
     alone = asks(tools=tools, tool_choice="none", output=JsonOutput(GOOD))
-    assert alone is not None
     assert (alone.calls, alone.tools) == ("none", ())
 
 
-def test_parameters_that_list_their_properties_are_closed() -> None:
-    rule = asks(tools=[tool("f"), tool("g", None), tool("h", {"type": "object"})])
-    assert rule is not None
-    assert [t.arguments.content.get("additionalProperties") for t in rule.tools] == [False, False, None]
-
-
-def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 600) -> bytes:
+def walk(matcher: Matcher, words: Vocabulary, seed: int, limit: int = 600) -> bytes:
     """Random allowed tokens up to the end, those that may close something rather than others."""
     rng = random.Random(seed)
     text = b""
     for _ in range(limit):
         choices = allowed(matcher)
         assert choices, text
-        closers = [token for token in choices if set(tokens[token]) & set(b"\"'}])>,")]
         forced = matcher.forced()
         assert not forced or choices == forced[:1]
-        token = rng.choice(closers if closers and rng.random() < 0.5 else choices)
-        if not tokens[token] or not matcher.accepts([token]):
+        token = drawn(choices, words, rng, 0.5)
+        if not words.tokens[token] or not matcher.accepts([token]):
             return text  # the end
         matcher.advance([token])
         assert not matcher.failed, text
-        text += tokens[token]
+        text += words.tokens[token]
         if matcher.finished:
             return text
     return text
@@ -103,8 +92,8 @@ def test_required_calls_are_read_back_and_follow_their_schemas(
         made = compiler(tokenizer, format)
         for seed in range(6):
             matcher = made.matcher(rule(calls="required", parallel=parallel))
-            text = walk(matcher, vocabulary(made).tokens, seed, 500).decode(errors="replace")
-            if vocabulary(made).eos[0] not in allowed(matcher):
+            text = walk(matcher, made.vocabulary, seed, 500).decode(errors="replace")
+            if made.vocabulary.eos[0] not in allowed(matcher):
                 continue  # cut off: some lists have no end
             finished += 1
             prose, calls = read(format, text)
@@ -123,7 +112,7 @@ def test_json_replies_follow_their_schema(strict: bool, tokenizers: list[Any]) -
         made = compiler(tokenizer, ToolFormat.NONE)
         for seed in range(20):
             matcher = made.matcher(body)
-            text = walk(matcher, vocabulary(made).tokens, seed).decode()
+            text = walk(matcher, made.vocabulary, seed).decode()
             assert matcher.finished, text
             Draft202012Validator(WEATHER).validate(json.loads(text))
 
@@ -141,7 +130,7 @@ def written(format: ToolFormat, arguments: dict[str, Any], name: str = "f") -> s
 def accepted(made: Compiler, text: str) -> bool:
     """Whether the whole of `text` may be a reply."""
     matcher = made.matcher(rule(calls="auto"))
-    ids = [*vocabulary(made).encode(text), vocabulary(made).eos[0]]
+    ids = [*made.vocabulary.encode(text), made.vocabulary.eos[0]]
     return matcher.advance(ids) == len(ids)
 
 
@@ -169,7 +158,7 @@ SECTIONS += [ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2, ToolFormat.MUSE]
 @pytest.mark.parametrize("format", SECTIONS)
 def test_a_call_without_the_marker_of_its_section_is_held_to_its_schema(format: ToolFormat, qwen_like: Any) -> None:
     made = compiler(qwen_like, format)
-    forms = forms_of(format, vocabulary(made).knows)
+    forms = forms_of(format, made.vocabulary.knows)
     assert forms is not None
     section, single = forms.triggered
     for days, right in (("[1]", True), ("[true]", False)):
@@ -184,6 +173,7 @@ BARE = {
     ToolFormat.LLAMA3: ('{"name": "f", "parameters": {"days": [1]}}', '{"name": "f", "parameters": {"days": "1"}}'),
     ToolFormat.PYTHONIC: ("[f(days=[1])]", '[f(days="1")]'),
 }
+ANSWERS = ["Hello, wörld.\n[1] {2}", '{"name": "Alice", "age": 7}', "[1] says so", '{"answer": 1}', "{", "["]
 
 
 @pytest.mark.parametrize("format", BARE)
@@ -196,14 +186,7 @@ def test_a_bare_call_begins_with_a_declared_name_and_its_arguments(format: ToolF
             assert read(format, space + call)[1] == [("f", '{"days": [1]}')]
             assert not accepted(made, space + broken), space
             assert not accepted(made, space + call[:-3]), space
-            for text in (
-                "Hello, wörld.\n[1] {2}",
-                '{"name": "Alice", "age": 7}',
-                "[1] says so",
-                '{"answer": 1}',
-                "{",
-                "[",
-            ):
+            for text in ANSWERS:
                 assert accepted(made, space + text), "an answer"
 
 
@@ -221,10 +204,8 @@ def test_a_bare_call_in_another_style_and_a_second_one_are_held_to_their_schemas
 def test_json_or_calls_where_both_are_asked_for(qwen_like: Any) -> None:
     made = compiler(qwen_like, ToolFormat.HERMES)
     both = rule(calls="auto", json=Schema({"type": "object"}, True, "response_format"))
-    encode = vocabulary(made).encode
     for text, right in (('{"a": 1}', True), (written(ToolFormat.HERMES, {"days": []}), True), ("Hello", False)):
-        ids = encode(text)
-        assert (made.matcher(both).accepts(ids) == len(ids)) is right, text
+        assert fits(made.matcher(both), made, text) is right, text
 
 
 NUMBERS = ["0", "-7", "9" * 30, "-" + "9" * 40, "9" * 41, "9" * 400, "1.5", "0." + "3" * 20, "0." + "3" * 400]
@@ -261,8 +242,7 @@ def test_numbers_are_finite_and_have_so_many_digits(name: str, strict: bool, qwe
         taken = []
         for number in NUMBERS:
             text = json.dumps({name: 0}).replace("0", wrapped % number)
-            ids = vocabulary(made).encode(frame % text)
-            if matcher.accepts(ids) == len(ids):
+            if fits(matcher, made, frame % text):
                 Draft202012Validator(schema).validate(json.loads(text))
                 assert json.loads(number) not in (math.inf, -math.inf)
                 assert len(number) < 90
@@ -276,14 +256,10 @@ def test_numbers_are_finite_and_have_so_many_digits(name: str, strict: bool, qwe
 @pytest.mark.parametrize("depth", [16, 40, 1100])
 def test_values_that_may_be_anything_are_nested_to_some_depth(depth: int, qwen_like: Any) -> None:
     made = compiler(qwen_like, ToolFormat.HERMES)
-    rules = [
-        ReplyRule(json=Schema({"type": "object"}, True, "response_format")),
-        ReplyRule(json=Schema({}, True, "response_format")),
-        ReplyRule(json=Schema({"oneOf": [{"type": "object"}]}, True, "response_format")),
-    ]
-    for each in rules:
-        ids = vocabulary(made).encode('{"a": ' * (depth - 1) + "{}" + "}" * (depth - 1))
-        assert (made.matcher(each).accepts(ids) == len(ids)) is (depth < 20), each.json
+    text = '{"a": ' * (depth - 1) + "{}" + "}" * (depth - 1)
+    for schema in ({"type": "object"}, {}, {"oneOf": [{"type": "object"}]}):
+        matcher = made.matcher(ReplyRule(json=Schema(schema, True, "response_format")))
+        assert fits(matcher, made, text) is (depth < 20), schema
 
 
 def test_a_required_name_that_is_not_listed_may_be_anything(qwen_like: Any) -> None:
@@ -292,14 +268,12 @@ def test_a_required_name_that_is_not_listed_may_be_anything(qwen_like: Any) -> N
     for format in (ToolFormat.HERMES, ToolFormat.QWEN3_CODER):
         made = compiler(qwen_like, format)
         for calls in ("required", "auto"):
-            asked = asks(tools=[tool("f", parameters, True)], tool_choice=calls)
-            assert asked is not None
-            matcher = made.matcher(asked)
-            held = matcher.calls if isinstance(matcher, CallGuard) else matcher
-            for arguments, right in (({"a": 1, "zz": [True]}, True), ({"a": 1}, False), ({"a": 1, "b": 2}, False)):
+            matcher = held(made.matcher(asks(tools=[tool("f", parameters, True)], tool_choice=calls)))
+            for arguments, right in (
+                ({"a": 1, "zz": [True]}, True),
+                ({"a": 1}, False),
+                ({"a": 1, "b": 2}, False),
+                ({"a": "x", "zz": 1}, False),  # of a name that is listed the schema counts
+            ):
                 (text,) = call_texts(format, [("f", arguments)], json.dumps)
-                ids = vocabulary(made).encode(text)
-                assert (held.accepts(ids) == len(ids)) is right, text
-            (text,) = call_texts(format, [("f", {"a": "x", "zz": 1})], json.dumps)
-            ids = vocabulary(made).encode(text)
-            assert held.accepts(ids) < len(ids), "of a name that is listed the schema counts"
+                assert fits(matcher, made, text) is right, text

@@ -2,38 +2,28 @@
 
 import json
 import random
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from call_grammars import FORMATS, WEATHER, allowed, compiler, read, rule, validator, vocabulary
+from call_grammars import FORMATS, WEATHER, allowed, compiler, drawn, masks, read, rule, validator
 from call_texts import Call, call_texts, mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.grammar import forms_of
-from holdfast.replicas.constraints.guidance import CallBan, CallGuard
+from holdfast.replicas.constraints.grammar import Forms, forms_of
+from holdfast.replicas.constraints.guidance import CallBan, CallGuard, Vocabulary
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 PROSE = "Use < or <tool to begin. "
 
 
-def guard_of(tokenizer: Any, format: ToolFormat) -> tuple[CallGuard, Any]:
+def guard_of(tokenizer: Any, format: ToolFormat) -> tuple[CallGuard, Vocabulary]:
+    """A guard at the beginning of a reply, and its vocabulary."""
     made = compiler(tokenizer, format)
     guard = made.matcher(rule(calls="auto"))
     assert isinstance(guard, CallGuard)
-    return guard, vocabulary(made)
-
-
-@cache
-def _guards(format: ToolFormat, tokenizers: tuple[Any, ...]) -> list[tuple[CallGuard, Any]]:
-    return [guard_of(tokenizer, format) for tokenizer in tokenizers]
-
-
-def guards(format: ToolFormat, tokenizers: list[Any]) -> list[tuple[CallGuard, Any]]:
-    """A guard for each tokenizer, compiled once."""
-    return _guards(format, tuple(tokenizers))
+    return guard, made.vocabulary
 
 
 def begun(format: ToolFormat, knows: Any) -> str:
@@ -43,28 +33,23 @@ def begun(format: ToolFormat, knows: Any) -> str:
     return forms.all[0].until_arguments("f")
 
 
-def drawn(guard: CallGuard, tokens: list[bytes], prefix: list[int], seed: int, limit: int = 400) -> tuple[str, int]:
+def reply(guard: CallGuard, words: Vocabulary, prefix: list[int], seed: int, limit: int = 400) -> tuple[str, int]:
     """A reply that begins with `prefix`, of tokens drawn as an engine draws them by a model that says anything; and how
     many were drawn again."""
     rng, text, again = random.Random(seed), b"", 0
     waiting = list(prefix)
     for _ in range(limit):
-        token = waiting.pop(0) if waiting else rng.randrange(len(tokens))
+        token = waiting.pop(0) if waiting else rng.randrange(len(words.tokens))
         if not guard.advance([token]):
             assert guard.binding
             again += 1
-            choices = allowed(guard)
-            closers = [each for each in choices if set(tokens[each]) & set(b"\"'}])>,<")]
-            token = rng.choice(closers or choices)
-            assert guard.advance([token]), tokens[token]
+            token = drawn(allowed(guard), words, rng, 1.0)
+            assert guard.advance([token]), words.tokens[token]
         while guard.binding:  # what follows is drawn under masks until the call has closed
-            choices = allowed(guard)
-            assert choices, text
-            text += tokens[token]
-            closers = [each for each in choices if set(tokens[each]) & set(b"\"'}])>,<")]
-            token = rng.choice(closers if closers and rng.random() < 0.7 else choices)
-            assert guard.advance([token]), tokens[token]
-        text += tokens[token]
+            text += words.tokens[token]
+            token = drawn(allowed(guard), words, rng, 0.7)
+            assert guard.advance([token]), words.tokens[token]
+        text += words.tokens[token]
     return text.decode(errors="replace"), again
 
 
@@ -72,10 +57,10 @@ def drawn(guard: CallGuard, tokens: list[bytes], prefix: list[int], seed: int, l
 def test_whatever_is_drawn_the_calls_that_are_read_are_whole(format: ToolFormat, tokenizers: list[Any]) -> None:
     calls = 0
     for number, tokenizer in enumerate(tokenizers):
-        guard, words = guard_of(tokenizer, format)
         for seed in range(4):
+            guard, words = guard_of(tokenizer, format)
             prefix = list(words.encode(begun(format, words.knows)))
-            text, again = drawn(guard.copy(), words.tokens, prefix, seed + 10 * number)
+            text, again = reply(guard, words, prefix, seed + 10 * number)
             assert again
             _, found = read(format, text)
             calls += len(found)
@@ -156,7 +141,7 @@ def stands(guard: CallGuard, ids: Any, order: random.Random) -> bool:
         if taken < len(piece):
             break
     assert (at, together.binding) == (stand, alone.binding)
-    assert (allowed_bits(together) == allowed_bits(alone)).all()
+    assert (masks(together) == masks(alone)).all()
     return stand == len(ids)
 
 
@@ -167,11 +152,11 @@ def test_a_whole_call_is_what_the_model_wrote_in_any_style(
     format: ToolFormat, tokenizers: list[Any], arguments: dict[str, Any], style: dict[str, Any], seed: int
 ) -> None:
     order = random.Random(seed)
-    guard, words = guards(format, tokenizers)[seed % len(tokenizers)]
+    guard, words = guard_of(tokenizers[seed % len(tokenizers)], format)
     text = text_of(format, ("f", arguments), style, order)
     assert read(format, text)[1] != [], text
     assert json.loads(read(format, text)[1][0][1]) == arguments
-    assert stands(guard.copy(), words.encode(text), order), text
+    assert stands(guard, words.encode(text), order), text
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -182,7 +167,7 @@ def test_what_stands_as_it_is_written_is_whole(
 ) -> None:
     """Calls with an error in them are refused somewhere before they close."""
     order = random.Random(seed)
-    guard, words = guards(format, tokenizers)[seed % len(tokenizers)]
+    guard, words = guard_of(tokenizers[seed % len(tokenizers)], format)
     wrong = order.choice(
         [
             arguments,
@@ -197,7 +182,7 @@ def test_what_stands_as_it_is_written_is_whole(
     name = order.choice(["f", "f", "get_weather", "rm"])
     text = text_of(format, (name, wrong), style, order)
     text = mutated(text, data) if wrong is arguments else text
-    if stands(guard.copy(), words.encode(text), order):
+    if stands(guard, words.encode(text), order):
         for name, found in read(format, text)[1]:
             assert validator(name).is_valid(json.loads(found)), text
 
@@ -217,19 +202,12 @@ def test_masks_and_drafts_are_those_of_the_tokens_one_by_one(qwen_like: Any) -> 
     together = guard.copy()
     assert together.advance(rest) == len(rest)
     assert not together.binding, "drawn together under masks, the next call is free again as well"
-    rows = np.zeros((len(rest) + 1, guard.words), np.int32)
-    guard.copy().fill(rest, rows)
+    rows = masks(guard.copy(), rest)
     for row, token in zip(rows, rest, strict=False):
-        assert (row == allowed_bits(guard)).all()
+        assert (row == masks(guard)).all()
         assert guard.advance([token])
     assert not guard.binding, "the next call is drawn freely again"
     assert (rows[-1] == -1).all()
-
-
-def allowed_bits(guard: CallGuard) -> Any:
-    bits = np.zeros((1, guard.words), np.int32)
-    guard.fill((), bits)
-    return bits[0]
 
 
 def test_a_token_that_the_vocabulary_lacks_is_text_and_no_part_of_a_call(qwen_like: Any) -> None:
@@ -248,21 +226,21 @@ def test_a_token_that_the_vocabulary_lacks_is_text_and_no_part_of_a_call(qwen_li
 # ---- no calls ----
 
 
-def ban_of(tokenizer: Any, format: ToolFormat) -> tuple[CallBan, Any]:
+def ban_of(tokenizer: Any, format: ToolFormat) -> tuple[CallBan, Vocabulary, Forms]:
     made = compiler(tokenizer, format)
     ban = made.without_calls(frozenset({"f", "get_weather"}))
+    forms = forms_of(format, made.vocabulary.knows)
     assert isinstance(ban, CallBan)
-    return ban, vocabulary(made)
+    assert forms is not None
+    return ban, made.vocabulary, forms
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_call_begins_in_a_text_that_must_have_none(format: ToolFormat, tokenizers: list[Any]) -> None:
     """Whatever is drawn, however its tokens are cut; and all else may be said."""
     for tokenizer in tokenizers:
-        ban, words = ban_of(tokenizer, format)
+        ban, words, forms = ban_of(tokenizer, format)
         (call,) = call_texts(format, [("f", {"a": 1})], json.dumps)
-        forms = forms_of(format, words.knows)
-        assert forms is not None
         openers = [form.opener for form in forms.triggered]
         texts = [call, *(f"{opener}f" for opener in openers)]
         for text in (*texts, *(PROSE + text for text in texts if any(opener in text for opener in openers))):
@@ -289,9 +267,7 @@ def test_no_call_begins_in_a_text_that_must_have_none(format: ToolFormat, tokeni
 def test_what_is_drawn_under_a_ban_has_no_opener_in_it(format: ToolFormat, tokenizers: list[Any]) -> None:
     """As an engine draws it, drafts included, by a model that would write calls."""
     for tokenizer in tokenizers:
-        ban, words = ban_of(tokenizer, format)
-        forms = forms_of(format, words.knows)
-        assert forms is not None
+        ban, words, forms = ban_of(tokenizer, format)
         likely = [token for opener in forms.triggered for token in words.encode(opener.opener)]
         openers = [form.opener.encode() for form in forms.triggered]
         for seed in range(6):
@@ -306,6 +282,4 @@ def test_what_is_drawn_under_a_ban_has_no_opener_in_it(format: ToolFormat, token
             assert not any(opener in text for opener in openers), text
             drafts = likely[:3]
             stands = place.accepts(drafts)
-            masks = np.empty((len(drafts) + 1, place.words), np.int32)
-            place.fill(drafts, masks)
-            assert (masks[stands + 1 :] == -1).all()
+            assert (masks(place, drafts)[stands + 1 :] == -1).all()

@@ -5,6 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from families import paged_logits, plain_logits
 from on_device import DEVICE, capture
 from tiny_decoder import ROOM
 from tiny_models import VOCABULARY, Served, answer, tiny, words
@@ -14,9 +15,8 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model import any_model
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.decoder import PageTable, build_batch
 from holdfast.replicas.model.runner_gpu import GpuRunner
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
+from holdfast.replicas.plan import Chunk, RowWrite, StepPlan
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma 3", "gpt-oss", "gpt_neox", "gpt2")
 
@@ -37,15 +37,9 @@ def over_pages(family: str, scratch: bool = False, device: str = "cpu") -> tuple
 def test_logits_of_every_position_are_the_plain_models(family):
     tokens = np.array(words(0, 60), np.int32)
     model, kv = over_pages(family)
-    table = PageTable(1, 32, 16, kv.pages)
-    table.write(RowWrite(0, 0, np.random.default_rng(0).permutation(32)[:4].astype(np.int32)))
-    parts = []
-    for start, end in ((0, 21), (21, 22), (22, 25), (25, 45), (45, 60)):
-        chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))
-        parts.append(model.forward(build_batch((chunk,), table)))
-    with torch.inference_mode():
-        plain = tiny(family)[1](input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    assert torch.allclose(torch.cat(parts), plain, atol=2e-4, rtol=0)
+    ours, plain = paged_logits(model, kv, tokens, [21, 22, 25, 45]), plain_logits(tiny(family)[1], tokens)
+    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+    assert model.vocabulary == VOCABULARY
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss"])
@@ -77,7 +71,3 @@ def test_an_unknown_argument_that_would_change_the_attention_is_refused():
         any_model.paged_attention_forward(
             torch.nn.Module(), x, x, x, None, dropout=0.0, position_bias=x, paged_state=state
         )
-
-
-def test_the_vocabulary_is_as_wide_as_the_logits():
-    assert over_pages("gpt2")[0].vocabulary == VOCABULARY

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from families import COMMON, CONFIGS, save
+from families import COMMON, CONFIGS, paged_logits, plain_logits, save
 from on_device import DEVICE, device_of
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch
+from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 DECLINED = {
     "gpt_neox": tf.GPTNeoXConfig(),
@@ -35,62 +35,34 @@ def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32, devic
     return KVTensors.of(kinds, [20] * len(kinds), 8, dtype, device)
 
 
-def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list[int]) -> torch.Tensor:
-    """Logits of every position, the prompt cut into chunks at `cuts`."""
-    table = PageTable.of(kv, 1, 160)
-    for kind in table.kinds:
-        table.write(RowWrite(0, 0, np.random.default_rng(kind).permutation(kv.pages).astype(np.int32), kind))
-    parts = []
-    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))
-        parts.append(decoder.forward(build_batch((chunk,), table)))
-    return torch.cat(parts).cpu()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_transformers_own(name, tmp_path):
-    config = CONFIGS[name]
-    model = save(config, tmp_path, shards=name == "llama")
-    kv = kv_of(config)
-    decoder = Decoder.load(str(tmp_path), config, kv, 160)
-    tokens = np.random.default_rng(1).integers(0, 97, 150).astype(np.int32)
-    with torch.inference_mode():
-        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    paged = paged_logits(decoder, kv, tokens, [60, 61, 64, 130])
-    tolerance = 2e-3 if name == "packed" else 2e-4  # its logits reach 20, and float32 itself is off by 5e-4 there
-    assert torch.allclose(paged, plain, atol=tolerance, rtol=0)
-    assert torch.equal(paged.argmax(-1), plain.argmax(-1))
+def words(count: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 97, count).astype(np.int32)
 
 
 INTERPRETABLE = ("llama", "qwen2 windows", "gpt-oss", "gemma 4", "glm 4", "laguna")  # the others take minutes so
+CASES = [(Decoder, name) for name in CONFIGS]
+CASES += [(GpuDecoder, name) for name in (INTERPRETABLE if DEVICE == "cpu" else CONFIGS)]
 
 
-@pytest.mark.parametrize("name", INTERPRETABLE if DEVICE == "cpu" else CONFIGS)
-def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
-    config = CONFIGS[name]
-    model = save(config, tmp_path)
-    kv = kv_of(config, device=DEVICE)
-    decoder = GpuDecoder.load(str(tmp_path), config, kv, 160)
-    tokens = np.random.default_rng(1).integers(0, 97, 28).astype(np.int32)
-    with torch.inference_mode():
-        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    paged = paged_logits(decoder, kv, tokens, [23, 24])
-    tolerance = 2e-3 if name == "packed" else 2e-4
-    assert torch.allclose(paged, plain, atol=tolerance, rtol=0)
-    assert torch.equal(paged.argmax(-1), plain.argmax(-1))
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_logits_are_transformers_own(kind, name, tmp_path):
+    folder, model = tiny(name) if name != "llama" else (tmp_path, save(CONFIGS[name], tmp_path, shards=True))
+    kv = kv_of(model.config, device=device_of(kind))
+    decoder = kind.load(str(folder), model.config, kv, 160)
+    tokens, cuts = (words(150), [60, 61, 64, 130]) if kind is Decoder else (words(24), [21, 22])
+    ours, plain = paged_logits(decoder, kv, tokens, cuts), plain_logits(model, tokens)
+    tolerance = 2e-3 if name == "packed" else 2e-4  # its logits reach 20, and float32 itself is off by 5e-4 there
+    assert torch.allclose(ours, plain, atol=tolerance, rtol=0)
+    assert torch.equal(ours.argmax(-1), plain.argmax(-1))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Decoder, torch.bfloat16), (GpuDecoder, torch.float16)])
-def test_sixteen_bits_stay_close(kind, dtype, tmp_path):
-    config = CONFIGS["llama"]
-    model = save(config, tmp_path)
-    kv = kv_of(config, dtype, device_of(kind))
-    decoder = kind.load(str(tmp_path), config, kv, 160)
-    tokens = np.random.default_rng(1).integers(0, 97, 50).astype(np.int32)
-    with torch.inference_mode():
-        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    paged = paged_logits(decoder, kv, tokens, [30])
-    assert torch.cosine_similarity(paged.float(), plain).min() > 0.99
+def test_sixteen_bits_stay_close(kind, dtype):
+    folder, model = tiny("llama")
+    kv = kv_of(model.config, dtype, device_of(kind))
+    decoder = kind.load(str(folder), model.config, kv, 160)
+    ours = paged_logits(decoder, kv, words(24), [20])
+    assert torch.cosine_similarity(ours, plain_logits(model, words(24))).min() > 0.99
 
 
 @pytest.mark.parametrize("name", DECLINED)
@@ -98,36 +70,35 @@ def test_what_it_cannot_compute_is_declined(name, tmp_path):
     assert Decoder.load(str(tmp_path), DECLINED[name], None, 64) is None
 
 
-def loaded_logits(folder, config):
-    """What our decoder and transformers make of a folder, on one prompt."""
+def assert_read_alike(folder):
+    """Our decoder and transformers make the same of a folder, on one prompt."""
+    config = tf.AutoConfig.from_pretrained(folder)
     kv = kv_of(config)
-    tokens = np.random.default_rng(1).integers(0, 97, 60).astype(np.int32)
     plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        expected = plain(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    return paged_logits(Decoder.load(str(folder), config, kv, 160), kv, tokens, [40, 41]), expected
+    ours = paged_logits(Decoder.load(str(folder), config, kv, 160), kv, words(60), [40, 41])
+    assert torch.allclose(ours, plain_logits(plain, words(60)), atol=2e-4, rtol=0)
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize("stray", [{}, {"layer_types": ["sliding_attention", "full_attention"]}], ids=str)
 def test_a_window_that_the_family_ignores_is_ignored(stray, tmp_path):
     save(CONFIGS["llama"], tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 24} | stray))
-    config = tf.AutoConfig.from_pretrained(tmp_path)
-    assert config.sliding_window == 24
-    ours, plain = loaded_logits(tmp_path, config)
-    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+    edit_config(tmp_path, sliding_window=24, **stray)
+    assert tf.AutoConfig.from_pretrained(tmp_path).sliding_window == 24
+    assert_read_alike(tmp_path)
 
 
 @pytest.mark.parametrize("names", [["lm_head.weight"], ["lm_head.weight", "model.embed_tokens.weight"]], ids=str)
 def test_a_tied_embedding_may_be_there_as_a_head(names, tmp_path):
-    config = CONFIGS["llama tied"]
-    state = save(config, tmp_path).state_dict()
+    state = save(CONFIGS["llama tied"], tmp_path).state_dict()
     embedding = state.pop("model.embed_tokens.weight")
     state.pop("lm_head.weight", None)
     save_file(state | {name: embedding.clone() for name in names}, tmp_path / "model.safetensors", {"format": "pt"})
-    ours, plain = loaded_logits(tmp_path, config)
-    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+    assert_read_alike(tmp_path)
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_an_error(tmp_path):
@@ -141,25 +112,20 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_an_error(tmp_path):
 
 
 def test_one_file_goes_before_an_index_as_with_transformers(tmp_path):
-    config = CONFIGS["llama"]
-    state = save(config, tmp_path).state_dict()
+    state = save(CONFIGS["llama"], tmp_path).state_dict()
     save_file({name: tensor * 2 for name, tensor in state.items()}, tmp_path / "old.safetensors", {"format": "pt"})
     index = {"metadata": {}, "weight_map": dict.fromkeys(state, "old.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours, plain = loaded_logits(tmp_path, config)
-    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+    assert_read_alike(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
-    config = CONFIGS["glm 4"]
-    state = save(config, tmp_path).state_dict()
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    state = save(CONFIGS["glm 4"], tmp_path).state_dict()
+    edit_config(tmp_path, num_nextn_predict_layers=1)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.2.eh_proj.weight"] = state["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    ours, plain = loaded_logits(tmp_path, tf.AutoConfig.from_pretrained(tmp_path))
-    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+    assert_read_alike(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "size"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from families import paged_logits, plain_logits
 from on_device import DEVICE, device_of
 from safetensors.torch import load_file, save_file
 
@@ -17,12 +18,11 @@ from holdfast.kernels.quantized import QuantizedWeight, concatenated
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch
+from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe, why_not
 from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.model.weights import read_weights
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 from pocket.quantize import RECIPES, save_quantized
 
 SIZES = {
@@ -70,29 +70,23 @@ def save(family: str, folder: Path, form: str = "fp8") -> tuple[torch.nn.Module,
 
 
 def logits(
-    folder: Path, dtype: torch.dtype = torch.float32, int8: bool = False, kind: type[Decoder] = Decoder
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    int8: bool = False,
+    kind: type[Decoder] = Decoder,
+    tokens: np.ndarray = TOKENS,
 ) -> torch.Tensor:
-    """Of our decoder, for every one of `TOKENS`."""
+    """Of our decoder, for every token."""
     config = tf.AutoConfig.from_pretrained(folder)
     described = describe(config)
     kinds = described.kinds(128)
     kv = KVTensors.of(kinds, [8] * len(kinds), 16, dtype, device_of(kind))
     states = None
     if described.state is not None:
-        states = LinearStates(described.state, described.linear_layers, 1, len(TOKENS), dtype, device_of(kind))
+        states = LinearStates(described.state, described.linear_layers, 1, len(tokens), dtype, device_of(kind))
     smoothed = partial(smooth, sample=torch.arange(40), dtype=dtype) if int8 else None
     decoder = kind.load(str(folder), config, kv, 128, smoothed, int8, states)
-    table = PageTable.of(kv, 1, 128)
-    for each in table.kinds:
-        table.write(RowWrite(0, 0, np.arange(8, dtype=np.int32), each))
-    use = StateUse(-1, 0, held=len(TOKENS) - 1) if states else None
-    draw = Draw(Sampling(), 0, drafts=len(TOKENS) - 1)
-    return decoder.forward(build_batch((Chunk(0, 0, TOKENS, draw, state=use),), table)).float().cpu()
-
-
-def of(model: torch.nn.Module) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=torch.from_numpy(TOKENS).long()[None]).logits[0].float()
+    return paged_logits(decoder, kv, tokens, state=StateUse(-1, 0, held=len(tokens) - 1) if states else None)
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -104,7 +98,7 @@ def test_weights_are_what_transformers_reads(family, tmp_path):
     save(family, tmp_path)
     settings = tf.FineGrainedFP8Config(dequantize=True)
     theirs = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=settings)
-    assert torch.allclose(logits(tmp_path), of(theirs.float().eval()), atol=1e-4, rtol=1e-4)
+    assert torch.allclose(logits(tmp_path), plain_logits(theirs.float().eval(), TOKENS), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", RECIPES)
@@ -114,9 +108,9 @@ def test_every_format_is_read_and_multiplied_with(form, tmp_path):
     config = tf.AutoConfig.from_pretrained(tmp_path)
     weights = read_weights(str(tmp_path), describe(config), torch.float32, "cpu", keep=True)
     assert all(isinstance(block.op.out, QuantizedWeight) for block in list(weights.blocks)[::2])
-    assert torch.allclose(logits(tmp_path), of(stored), atol=1e-4, rtol=1e-4)
+    assert torch.allclose(logits(tmp_path), plain_logits(stored, TOKENS), atol=1e-4, rtol=1e-4)
     if DEVICE != "cpu":
-        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), of(stored), atol=1e-3, rtol=1e-3)
+        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), plain_logits(stored, TOKENS), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
@@ -124,7 +118,7 @@ def test_the_error_of_fp8_is_small_beside_the_model_in_bfloat16(family, tmp_path
     """Of the logits' norm, of random weights: 10 to 12 % by the 3 bits of e4m3 in every product; what bfloat16 and
     int8 add to that.
     """
-    exact = of(save(family, tmp_path)[0])
+    exact = plain_logits(save(family, tmp_path)[0], TOKENS)
     with caplog.at_level("INFO"):
         found = {
             "fp8": off(logits(tmp_path), exact),
@@ -153,7 +147,8 @@ def test_matrices_of_other_parts_and_orders_stay_as_they_are_on_a_gpu(family, tm
     }
     assert kept == {"qkv": 128, "out": 128, "first": 128, "down": 128, "qkvz": 64 if family == "qwen3_next" else 128}
     if family == "qwen3_next":
-        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), logits(tmp_path), atol=2e-4, rtol=1e-4)
+        ours, plain = (logits(tmp_path, kind=kind, tokens=TOKENS[:4]) for kind in (GpuDecoder, Decoder))
+        assert torch.allclose(ours, plain, atol=2e-4, rtol=1e-4)
 
 
 def test_scales_may_be_in_another_file(tmp_path):
@@ -184,7 +179,7 @@ def test_experts_in_mxfp4_are_read_as_gpt_oss_stores_them(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     for kind in (Decoder, GpuDecoder):
-        assert torch.allclose(logits(tmp_path, kind=kind), of(model), atol=1e-3, rtol=1e-3)
+        assert torch.allclose(logits(tmp_path, kind=kind), plain_logits(model, TOKENS), atol=1e-3, rtol=1e-3)
 
 
 def test_formats_can_be_mixed_and_scales_of_activations_and_kv_are_left(tmp_path, caplog):
@@ -202,7 +197,7 @@ def test_formats_can_be_mixed_and_scales_of_activations_and_kv_are_left(tmp_path
     weights[f"{other}k_scale"] = torch.ones(1)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with caplog.at_level("INFO"):
-        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), of(stored), atol=1e-3, rtol=1e-3)
+        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), plain_logits(stored, TOKENS), atol=1e-3, rtol=1e-3)
     assert "2 scales of activations, keys and values are not used" in caplog.text
 
 

@@ -5,12 +5,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers as tf
+from families import paged_logits
 
 from holdfast.kernels.linear import even_out
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_tables
+from holdfast.replicas.model.decoder import Decoder, rotary_tables
 from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
 from holdfast.replicas.model.weights import (
@@ -20,7 +21,6 @@ from holdfast.replicas.model.weights import (
     load_tokenizer,
     read_weights,
 )
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 VOCABULARY = 61
 _SIZES = {
@@ -59,7 +59,7 @@ CONFIGS = {
         ssm_state_size=16,
     ),
 }
-TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1)).int().numpy()
 
 
 def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
@@ -112,18 +112,14 @@ def logits(
     kv = KVTensors(shape.cell, 8, 16, torch.float32, kv_dtype="int8" if int8_kv else "auto")
     states = LinearStates(shape.state, shape.linear_layers, 1, 100, torch.float32, "cpu") if shape.state else None
     decoder = Decoder(shape, weights, rotary_tables(config, shape, 256, "cpu"), kv, int8, states)
-    table = PageTable(1, 8, 16, 8, kv.data.device)
-    table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
-    use = StateUse(-1, 0) if states else None
-    chunk = Chunk(0, 0, TOKENS.int().numpy(), Draw(Sampling(), 0, drafts=len(TOKENS) - 1), state=use)
-    return decoder.forward(build_batch((chunk,), table))
+    return paged_logits(decoder, kv, TOKENS, state=StateUse(-1, 0) if states else None)
 
 
 def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
     config, weights = model(family, outliers)
     shape = describe(config)
     rotary = rotary_tables(config, shape, 256, "cpu")
-    return config, smooth(weights, shape, rotary, TOKENS[:40], torch.float32, keys=True)
+    return config, smooth(weights, shape, rotary, torch.from_numpy(TOKENS[:40]).long(), torch.float32, keys=True)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -1,6 +1,7 @@
 """What is measured when a model is loaded, over a memory that is not there and graphs that are plain calls."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -47,34 +48,38 @@ def test_bfloat16_must_be_clearly_faster(slower, chosen, monkeypatch):
 GIB = 2**30
 
 
-class Fake:
-    """80 GiB, of which others have 1; a model of 16, a store of 0.25, a step that takes 3 at its peak."""
+@dataclass
+class Memory:
+    """A device with a model and what is `filled` besides. A step takes more at its peak."""
 
-    def __init__(self, step: float = 3.0) -> None:
-        self.step, self.high, self.now = step, 99 * GIB, int(16.25 * GIB)
+    filled: Callable[[], int]
+    size: int = 10_000_000
+    of_others: int = 500_000
+    model: int = 2_000_000
+    step: int = 1_000_000
+    steps: int = 0
+    high: int = 1 << 62
 
     def total(self) -> int:
-        return 80 * GIB
+        return self.size
 
     def others(self) -> int:
-        return GIB
+        return self.of_others
 
     def taken(self) -> int:
-        return self.now
+        return self.model + self.filled()
 
     def reset_peak(self) -> None:
-        self.high = self.now
+        self.steps, self.high = self.steps + 1, self.taken() + self.step
 
     def peak(self) -> int:
         return self.high
 
-    def largest_step(self) -> None:
-        self.high = max(self.high, self.now + int(self.step * GIB))
-
 
 def test_the_store_gets_what_weights_and_the_largest_step_leave():
-    memory = Fake()
-    use = measure(memory, GIB // 4, memory.largest_step)
+    memory, begun = Memory(lambda: GIB // 4, 80 * GIB, GIB, 16 * GIB, 3 * GIB), []
+    use = measure(memory, GIB // 4, lambda: begun.append(memory.steps))
+    assert begun == [1]
     assert use == MemoryUse(80 * GIB, GIB, 16 * GIB, 3 * GIB)
     assert bytes_left(use, 0.9, GIB, 131072) == (72 - 1 - 16 - 3 - 1) * GIB
 
@@ -85,14 +90,14 @@ def test_a_largest_step_without_room_says_which_setting_to_lower(kind):
         raise kind("a step of 1 chunks failed: CUDA out of memory. Tried to allocate 3.00 GiB")
 
     with pytest.raises(ConfigError, match="lower step_tokens") as raised:
-        measure(Fake(), 0, fails)
+        measure(Memory(lambda: 0), 0, fails)
     assert raised.value.field == "step_tokens"
 
     def otherwise() -> None:
         raise kind("an illegal memory access")
 
     with pytest.raises(kind, match="illegal"):
-        measure(Fake(), 0, otherwise)
+        measure(Memory(lambda: 0), 0, otherwise)
 
 
 @pytest.mark.parametrize(
@@ -124,34 +129,15 @@ CONFIG = EngineConfig(
 )
 
 
-class Small:
-    """A device of 10 MB; a model of 2, and steps that take 1 more. `beside`: what is filled besides the store."""
-
-    def __init__(self, kv, beside=0) -> None:
-        self.kv, self.beside, self.steps = kv, beside, 0
-
-    def total(self) -> int:
-        return 10_000_000
-
-    def others(self) -> int:
-        return 500_000
-
-    def taken(self) -> int:
-        return 2_000_000 + self.kv.data.nbytes + self.beside
-
-    def reset_peak(self) -> None:
-        self.steps += 1
-
-    def peak(self) -> int:
-        return 3_000_000 + self.kv.data.nbytes + self.beside
+LEFT = 9_000_000 - 500_000 - 3_000_000  # of a `Memory`, by weights and the largest step
 
 
 def test_the_store_is_filled_and_the_configuration_says_so():
     model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
-    source = Small(kv)
+    source = Memory(lambda: kv.data.nbytes)
     filled = fill_memory(CONFIG, model, kv, source, ModelShape(128, "float32", 0, 128, 8))
     assert source.steps == 1
-    assert filled.cells == kv.cells == (9_000_000 - 500_000 - 3_000_000) // (4 * kv.cell_bytes) * 4
+    assert filled.cells == kv.cells == LEFT // (4 * kv.cell_bytes) * 4
     assert kv.data.shape[2:4] == (kv.pages + 1, 4)
     assert filled == replace(CONFIG, cells=filled.cells)
 
@@ -163,14 +149,13 @@ def test_states_get_their_share_of_the_memory():
         states = LinearStates(LinearShape(1, 1, 16, 16, 4), 2, 4, 1, torch.float32, "cpu")
         shape = ModelShape(128, "float32", 0, 128, 8, state_bytes=states.slot_bytes)
         config = replace(CONFIG, state_slots=asked)
-        source = Small(kv, beside=4 * shape.state_bytes)
+        source = Memory(lambda beside=4 * shape.state_bytes: kv.data.nbytes + beside)
         filled = fill_memory(config, model, kv, source, shape, states)
-        left = 9_000_000 - 500_000 - 3_000_000
         assert states.slots == filled.state_slots == states.recurrent.shape[1]
-        expected = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left)
+        expected = split_memory(replace(config, cells=0), shape, kv.cell_bytes, LEFT)
         assert (filled.cells, filled.state_slots, filled.window_cells) == expected
         assert filled.state_slots == asked or not asked
-        assert left - 4 * kv.cell_bytes < kv.cells * kv.cell_bytes + states.slots * states.slot_bytes <= left
+        assert LEFT - 4 * kv.cell_bytes < kv.cells * kv.cell_bytes + states.slots * states.slot_bytes <= LEFT
 
 
 def test_windows_get_their_share_of_the_memory():
@@ -178,22 +163,22 @@ def test_windows_get_their_share_of_the_memory():
     model, kv = load(Decoder, 6, pages_to_measure(CONFIG), 4)
     window = WindowShape(7, kv.window.shape.values, kv.window.shape.head_dim)
     shape = ModelShape(128, "float32", kv.shape.values, 128, kv.shape.head_dim, window=window)
-    source = Small(kv, beside=kv.window.data.nbytes)
+    source = Memory(lambda beside=kv.window.data.nbytes: kv.data.nbytes + beside)
     filled = fill_memory(CONFIG, model, kv, source, shape)
-    left = 9_000_000 - 500_000 - 3_000_000
     assert (filled.cells, filled.window_cells) == (kv.cells, kv.window.cells)
     used = kv.cells * kv.cell_bytes + kv.window.cells * kv.window.cell_bytes
-    assert left - 8 * kv.cell_bytes < used <= left
+    assert LEFT - 8 * kv.cell_bytes < used <= LEFT
     assert kv.window.cells < kv.cells / 2
-    assert kv.cells > 1.5 * left / whole.cell_bytes
+    assert kv.cells > 1.5 * LEFT / whole.cell_bytes
 
 
 def test_states_that_leave_no_room_for_the_store_are_refused():
     model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
     states = LinearStates(LinearShape(1, 1, 16, 16, 4), 2, 4, 1, torch.float32, "cpu")
     shape = ModelShape(128, "float32", 0, 128, 8, state_bytes=states.slot_bytes)
+    source = Memory(lambda: kv.data.nbytes + 4 * shape.state_bytes)
     with pytest.raises(ConfigError) as raised:
-        fill_memory(replace(CONFIG, state_slots=10**6), model, kv, Small(kv, 4 * shape.state_bytes), shape, states)
+        fill_memory(replace(CONFIG, state_slots=10**6), model, kv, source, shape, states)
     assert raised.value.field == "state_slots"
 
 

@@ -7,17 +7,12 @@ import pytest
 from call_texts import chunked, collected, parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replies import ids_of, told
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.guidance import CallGuard
 from holdfast.replicas.plan import Sampling, TokenLogprobs
-from holdfast.replicas.requests import (
-    ChatPrompt,
-    GenerateRequest,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-)
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.conversation import FREE, TextSide
 from holdfast.replicas.text.reasoning import CHANNELS, ChannelReader
@@ -29,9 +24,11 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
 ASK = [{"role": "user", "content": "the weather in Paris"}]
-THOUGHT = "<|channel|>analysis<|message|>We call commentary to=functions.f.<|end|>"
+SAID = "We call commentary to=functions.f."
+THOUGHT = f"<|channel|>analysis<|message|>{SAID}<|end|>"
 NEXT = "<|start|>assistant"
-CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Oslo"}<|call|>'
+OSLO = '{"city": "Oslo"}'
+CALL = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{OSLO}<|call|>"
 FINAL = "<|channel|>final<|message|>It rains."
 
 
@@ -88,17 +85,9 @@ def test_white_space_before_the_first_message_is_markup(space: str) -> None:
 
 # What others that read this format take as well, in our words: headers as models write them when they forget a part.
 ODD = {
-    '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"city": "Oslo"}': ("", "", "Oslo"),
-    f'{NEXT} to=functions.f<|channel|>commentary<|constrain|>json<|message|>{{"city": "Oslo"}}<|end|>': (
-        "",
-        "",
-        "Oslo",
-    ),
-    f'{THOUGHT}{NEXT}<|channel|>analysis to=f code<|message|>{{\n"city": "Oslo"\n}}': (
-        "We call commentary to=functions.f.",
-        "",
-        "Oslo",
-    ),
+    f"<|channel|>commentary to=functions.f<|constrain|>json<|message|>{OSLO}": ("", "", "Oslo"),
+    f"{NEXT} to=functions.f<|channel|>commentary<|constrain|>json<|message|>{OSLO}<|end|>": ("", "", "Oslo"),
+    f'{THOUGHT}{NEXT}<|channel|>analysis to=f code<|message|>{{\n"city": "Oslo"\n}}': (SAID, "", "Oslo"),
     "<|channel|>commentary to=functions.f json<|message|><|call|>": ("", "", None),
     "<|channel|>commentary to=functions.f <|constrain|>json<|message|>": ("", "", None),
     f"<|channel|>commentary to=functions.f json<|message|><|call|>{NEXT}{CALL}": ("", "", "Oslo"),
@@ -108,7 +97,7 @@ ODD = {
     "<|channel|>commentary It rains<|end|>": ("", "It rains", ""),
     "<|channel|>final It rains": ("", "It rains", ""),
     "<|message|>It rains.<|end|>": ("", "It rains.", ""),
-    f"{THOUGHT}{NEXT}<|message|>It rains.": ("We call commentary to=functions.f.", "It rains.", ""),
+    f"{THOUGHT}{NEXT}<|message|>It rains.": (SAID, "It rains.", ""),
     '<|channel|>final <|constrain|>json<|message|>{"sure": true}': ("", '{"sure": true}', ""),
     "Write <|channel|>analysis for thoughts.": ("", "Write <|channel|>analysis for thoughts.", ""),
 }
@@ -119,10 +108,7 @@ ODD = {
 def test_headers_that_lack_a_part_are_read_as_what_they_are(text: str, data: st.DataObject) -> None:
     """`ODD`: reasoning, content and the city of the last call: None without arguments, "" without a call."""
     thought, said, city = ODD[text]
-    channels, calls = (
-        ChannelReader(CHANNELS[ToolFormat.HARMONY]),
-        parser(ToolFormat.HARMONY, declared_names=frozenset({"f"})),
-    )
+    channels, calls = ChannelReader(CHANNELS[ToolFormat.HARMONY]), parser(ToolFormat.HARMONY)
     told = [*map(channels.feed, chunked(text, data)), channels.flush()]
     content, called = collected([content for _, content in told], calls)
     assert ("".join(reasoning for reasoning, _ in told), content) == (thought, said)
@@ -138,41 +124,26 @@ def request(**options: Any) -> GenerateRequest:
     return GenerateRequest("r", ChatPrompt(ASK, TOOLS, **options), Sampling())
 
 
-def ids_of(side: TextSide, text: str) -> list[int]:
-    return side.tokenizer.encode(text, add_special_tokens=False)
-
-
-def told(
+def parts(
     side: TextSide, ask: GenerateRequest, text: str, reason: Any = "stop", guarded: bool = True
-) -> tuple[Any, ...]:
+) -> tuple[str, str, list[list[str]], str]:
     """Reasoning, content, calls and why it ended, of a reply that the engine ended behind `text`."""
-    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt) if guarded else FREE)
-    deltas = [delta for token in ids_of(side, text) for delta in reply.feed([token])]
-    tail, ended = reply.finish(reason)
-    deltas += tail
-    calls: list[list[str]] = []
-    for delta in deltas:
-        if isinstance(delta, ToolCallDelta) and delta.name is not None:
-            calls.append([delta.name, ""])
-        if isinstance(delta, ToolCallDelta):
-            calls[-1][1] += delta.arguments
-    said = ["".join(d.text for d in deltas if isinstance(d, kind)) for kind in (ReasoningDelta, TextDelta)]
-    return said[0], said[1], calls, ended
+    found = told(side, ask, text, reason=reason, limits=side.constraints(ask.prompt) if guarded else FREE)
+    return found.reasoning, found.text, found.calls, found.ended
 
 
 def test_special_tokens_reach_the_readers_and_no_client(side: TextSide) -> None:
     assert side.tool_format is ToolFormat.HARMONY
     ids = {text: ids_of(side, text) for text in ("<|call|>", "<|return|>", "<|end|>")}
     assert side.eos == {*ids["<|call|>"], *ids["<|return|>"]}
-    thought = "We call commentary to=functions.f."
     call = [["f", '{"city": "Oslo"}']]
-    assert told(side, request(), f"{THOUGHT}{NEXT}{CALL}") == (thought, "", call, "tool_calls")
+    assert parts(side, request(), f"{THOUGHT}{NEXT}{CALL}") == (SAID, "", call, "tool_calls")
     preamble = f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}"
-    assert told(side, request(), f"{THOUGHT}{NEXT}{preamble}{CALL}") == (thought, "I look.", call, "tool_calls")
+    assert parts(side, request(), f"{THOUGHT}{NEXT}{preamble}{CALL}") == (SAID, "I look.", call, "tool_calls")
     for ask in (request(), GenerateRequest("r", ChatPrompt(ASK), Sampling()), request(tool_choice="none")):
-        assert told(side, ask, f"{THOUGHT}{NEXT}{FINAL}<|return|>") == (thought, "It rains.", [], "stop")
+        assert parts(side, ask, f"{THOUGHT}{NEXT}{FINAL}<|return|>") == (SAID, "It rains.", [], "stop")
     undeclared = CALL.replace("functions.f", "functions.rm").removesuffix("<|call|>")
-    assert told(side, request(), undeclared, guarded=False) == ("", undeclared, [], "stop")
+    assert parts(side, request(), undeclared, guarded=False) == ("", undeclared, [], "stop")
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -180,8 +151,8 @@ def test_a_reply_cut_at_any_token_shows_no_markup_where_calls_are_guarded(side: 
     ids = ids_of(side, f"{THOUGHT}{NEXT}{CALL}")
     for cut in range(len(ids)):
         text = side.detokenize(ids[:cut])
-        reasoning, content, calls, reason = told(side, request(), text, "length", guarded)
-        assert "We call commentary to=functions.f.".startswith(reasoning)
+        reasoning, content, calls, reason = parts(side, request(), text, "length", guarded)
+        assert SAID.startswith(reasoning)
         assert [name for name, _ in calls] == (["f"] if "{" in text else [])
         assert reason == ("tool_calls" if text.endswith("}") else "length")
         header = text.removeprefix(f"{THOUGHT}{NEXT}")
@@ -190,19 +161,14 @@ def test_a_reply_cut_at_any_token_shows_no_markup_where_calls_are_guarded(side: 
 
 
 def test_reasoning_counts_as_such_and_has_no_log_probabilities(side: TextSide) -> None:
-    ask = request()
-    reply = side.reply(ask, side.encode(ask.prompt))
-    preamble = f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}"
-    texts = [preamble + THOUGHT.removesuffix("<|end|>"), f"<|end|>{NEXT}{FINAL}"]
-    deltas = []
-    for text in texts:
-        ids = ids_of(side, text)
-        deltas += reply.feed(ids, [TokenLogprobs(token, -1.0) for token in ids])
-    entries = [each.token for delta in deltas if isinstance(delta, TextDelta) for each in delta.logprobs]
-    assert "".join(entries) == "I look.It rains."
-    thought = len(ids_of(side, THOUGHT.partition("<|message|>")[2].removesuffix("<|end|>")))
-    assert thought <= reply.reasoning_tokens <= thought + len(ids_of(side, f"<|end|>{NEXT}<|channel|>final<|message|>"))
-    assert reply.content == "It rains."
+    before = f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}{THOUGHT.removesuffix('<|end|>')}"
+    first, rest = ids_of(side, before), ids_of(side, f"<|end|>{NEXT}{FINAL}")
+    logprobs = [TokenLogprobs(token, -1.0) for token in first + rest]
+    found = told(side, request(), first + rest, [len(first)], logprobs=logprobs)
+    assert "".join(entry.token for entry in found.logprobs) == "I look.It rains."
+    thought, header = ids_of(side, SAID), ids_of(side, f"<|end|>{NEXT}<|channel|>final<|message|>")
+    assert 0 <= found.reply.reasoning_tokens - len(thought) <= len(header)
+    assert found.reply.content == "It rains."
 
 
 @pytest.mark.parametrize("thought", ["", THOUGHT + NEXT])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replies import ids_of, told
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.guidance import CallGuard
@@ -33,28 +34,17 @@ def request(**options: Any) -> GenerateRequest:
     return GenerateRequest("req-1", prompt, Sampling(), **options)
 
 
-def ids_of(side: TextSide, text: str) -> list[int]:
-    return side.tokenizer.encode(text, add_special_tokens=False)
-
-
 def said(deltas: list[Any]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
 def test_a_tool_call_from_tokens(side: TextSide) -> None:
-    ask = request()
-    reply = side.reply(ask, side.encode(ask.prompt))
-    deltas = [delta for token in ids_of(side, f"Let me see.\n{CALL}<|im_end|>") for delta in reply.feed([token])]
-    tail, reason = reply.finish("stop")
-    calls = [delta for delta in [*deltas, *tail] if isinstance(delta, ToolCallDelta)]
-    assert said(deltas) == "Let me see."
-    assert calls[0].name == "get_weather"
-    assert str(calls[0].call_id).startswith("call_")
-    assert json.loads("".join(call.arguments for call in calls)) == {"city": "Paris"}
-    assert reason == "tool_calls"
-    again = side.reply(ask, side.encode(ask.prompt)).feed(ids_of(side, CALL))
-    assert isinstance(again[0], ToolCallDelta)
-    assert again[0].call_id == calls[0].call_id
+    first, again = (told(side, request(), f"Let me see.\n{CALL}<|im_end|>", cuts) for cuts in (None, ()))
+    assert (first.text, first.ended) == ("Let me see.", "tool_calls")
+    assert [(name, json.loads(arguments)) for name, arguments in first.calls] == [("get_weather", {"city": "Paris"})]
+    one, same = (next(each for each in found.pieces if isinstance(each, ToolCallDelta)) for found in (first, again))
+    assert one.call_id == same.call_id
+    assert str(one.call_id).startswith("call_")
 
 
 def test_a_reply_that_is_to_go_on_does_not_end_with_its_calls(side: TextSide) -> None:
@@ -98,13 +88,10 @@ def test_stop_token_ids_leave_no_text(side: TextSide) -> None:
     ids = ids_of(side, "the weather</think>")
     for stops, text in ((frozenset[int](), "the weather</think>"), (frozenset(ids[-1:]), "the weather")):
         ask = GenerateRequest("r", RawPrompt("x"), Sampling(logprobs=0, stop_token_ids=stops))
-        reply = side.reply(ask, side.encode(ask.prompt))
-        deltas = [d for token in ids for d in reply.feed([token], [TokenLogprobs(token, -1.0)])]
-        tail, reason = reply.finish("stop")
-        assert (said([*deltas, *tail]), reason) == (text, "stop")
-        entries = [entry for delta in [*deltas, *tail] for entry in delta.logprobs]
-        assert [entry.token for entry in entries] == [side.detokenize([token]) for token in ids], "all that are counted"
-        assert b"".join(entry.bytes for entry in entries).decode() == text
+        found = told(side, ask, ids, logprobs=[TokenLogprobs(token, -1.0) for token in ids])
+        assert (found.text, found.ended) == (text, "stop")
+        assert [each.token for each in found.logprobs] == [side.detokenize([token]) for token in ids], "all that count"
+        assert b"".join(entry.bytes for entry in found.logprobs).decode() == text
 
 
 def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
@@ -146,20 +133,16 @@ def test_a_marker_in_prose_is_text_where_no_grammar_makes_a_call_of_it(side: Tex
 
 
 def test_tool_choice_none_leaves_calls_as_text(side: TextSide) -> None:
-    ask = request(prompt=ChatPrompt([ASK], TOOLS, tool_choice="none"))
-    reply = side.reply(ask, side.encode(ask.prompt))
-    assert said(reply.feed(ids_of(side, CALL))) == CALL
-    assert reply.finish("stop")[1] == "stop"
+    found = told(side, request(prompt=ChatPrompt([ASK], TOOLS, tool_choice="none")), CALL)
+    assert (found.text, found.ended) == (CALL, "stop")
 
 
 def test_a_single_call_ends_the_reply_where_parallel_calls_are_off(side: TextSide) -> None:
-    ask = request(prompt=ChatPrompt([ASK], TOOLS, parallel_tool_calls=False))
-    reply = side.reply(ask, side.encode(ask.prompt))
     ids = ids_of(side, f"{CALL}\n{CALL}")
-    reply.feed(ids)
-    assert reply.done
-    assert reply.completion_tokens < len(ids) // 2
-    assert reply.finish("stop") == ([], "tool_calls")
+    found = told(side, request(prompt=ChatPrompt([ASK], TOOLS, parallel_tool_calls=False)), ids, ())
+    assert found.reply.done
+    assert found.reply.completion_tokens < len(ids) // 2
+    assert (len(found.calls), found.ended) == (1, "tool_calls")
 
 
 @pytest.mark.parametrize("size", [1, 100])
@@ -193,19 +176,11 @@ def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObj
     ids = [*ids_of(side, text), *data.draw(st.lists(st.integers(3, len(qwen_like) - 1), max_size=5))]
     ask = request(stop=("STOP",))
     results = []
-    for sizes in ([], data.draw(st.lists(st.integers(1, 4), max_size=20))):
-        reply = side.reply(ask, side.encode(ask.prompt))
-        deltas, at = [], 0
-        for size in [*sizes, len(ids)]:
-            step = ids[at : at + size]
-            deltas += reply.feed(step, [TokenLogprobs(token, -float(token)) for token in step])
-            at += size
-        tail, reason = reply.finish("stop")
-        deltas += tail
-        logprobs = [-entry.logprob for delta in deltas if isinstance(delta, TextDelta) for entry in delta.logprobs]
-        calls = "".join(f"{d.name or ''}{d.arguments}" for d in deltas if isinstance(d, ToolCallDelta))
-        results.append((said(deltas), calls, reason, logprobs, reply.completion_tokens))
-        counted = ids[: reply.completion_tokens]
+    for cuts in ([], sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=20)))):
+        found = told(side, ask, ids, cuts, logprobs=[TokenLogprobs(token, -float(token)) for token in ids])
+        logprobs, tokens = [-entry.logprob for entry in found.logprobs], found.reply.completion_tokens
+        results.append((found.text, found.calls, found.ended, logprobs, tokens))
+        counted = ids[:tokens]
         shown = [token for token in counted if token not in side.cache.added.special_ids]
         stopped = "STOP" in side.pieces.text(shown)
         assert logprobs == (counted[: len(logprobs)] if stopped else counted)
@@ -233,9 +208,9 @@ def test_an_echoed_prompt_has_the_bytes_of_its_text(tokenizers: list[Any], text:
         ids = side.encode(RawPrompt(text)).tokens
         prompt = RawPrompt(ids.tolist() if as_ids else text, echo=True)
         scores = [TokenLogprobs(int(token), -1.0) for token in ids[1:]]
-        told = side.echoed(prompt, side.encode(prompt), scores)
-        assert len(told.logprobs) == len(ids)
-        assert b"".join(entry.bytes for entry in told.logprobs).decode() == told.text
+        echo = side.echoed(prompt, side.encode(prompt), scores)
+        assert len(echo.logprobs) == len(ids)
+        assert b"".join(entry.bytes for entry in echo.logprobs).decode() == echo.text
 
 
 @settings(max_examples=60, deadline=None)
@@ -244,15 +219,12 @@ def test_of_a_character_that_is_cut_nothing_is_shown(tokenizers: list[Any], text
     side = TextSide(data.draw(st.sampled_from(tokenizers)), EngineConfig())
     ids = ids_of(side, text)
     ids = ids[: data.draw(st.integers(1, len(ids)))]
-    ask = request(prompt=ChatPrompt([ASK]))
-    told = []
+    ask, results = request(prompt=ChatPrompt([ASK])), []
     for step in (1, 3, len(ids)):
-        reply = side.reply(ask, side.encode(ask.prompt))
-        deltas = [delta for at in range(0, len(ids), step) for delta in reply.feed(ids[at : at + step])]
-        tail, reason = reply.finish("length")
-        told.append((said([*deltas, *tail]), reason))
-    assert told == [told[0]] * 3
-    (shown, reason) = told[0]
+        found = told(side, ask, ids, range(step, len(ids), step), reason="length")
+        results.append((found.text, found.ended))
+    assert results == [results[0]] * 3
+    (shown, reason) = results[0]
     assert reason == "length"
     assert text.startswith(shown)
     assert len(side.pieces.text(ids).strip()) - len(shown) in (0, 1)

@@ -46,13 +46,6 @@ def test_valid_text_never_shows_a_broken_character(tokenizers: list[Any], data: 
         assert "".join(texts) == backend.decode(ids, skip_special_tokens=False)
 
 
-def test_end_of_sequence_is_hidden_and_tool_markers_are_not(qwen_like: Any) -> None:
-    ids = qwen_like.encode("<tool_call>{}</tool_call><|im_end|>", add_special_tokens=False)
-    backend = qwen_like.backend_tokenizer
-    decoder = StreamDecoder(Pieces(backend), read_added_tokens(backend).special_ids)
-    assert decoder.feed(ids) + decoder.flush() == "<tool_call>{}</tool_call>"
-
-
 def test_a_stream_that_continues_a_prompt_keeps_its_first_space(llama2_like: Any) -> None:
     pieces = Pieces(llama2_like.backend_tokenizer)
     ids = llama2_like.encode("the weather", add_special_tokens=False)

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
 from chat_templates import TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replies import assistant, call, result, system, user
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
@@ -42,29 +44,6 @@ SILENT = (  # as MiniMax M2 does: it shows the first system message and no other
     "{% if messages[0].role == 'system' %}{{ '[system]' + messages[0].content + '|' }}{% endif %}"
     "{% for m in messages if m.role != 'system' %}{{ '[' + m.role + ']' + m.content + '|' }}{% endfor %}"
 )
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def system(content: str) -> dict[str, Any]:
-    return {"role": "system", "content": content}
-
-
-def reply(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
-def call(arguments: Any, *more: str) -> dict[str, Any]:
-    """A message with the call of id 000000001, and those of `more` ids."""
-    function = {"name": "f", "arguments": arguments}
-    calls = [{"id": call_id, "type": "function", "function": function} for call_id in ("000000001", *more)]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
-def result(content: str, call_id: str = "000000001") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def test_content_becomes_text() -> None:
@@ -128,7 +107,7 @@ def test_every_template_takes_a_call_whose_arguments_are_no_object(
     said = [user("Rain?"), call(arguments), result("error")]
     one = renderer.render(ChatPrompt([*said, user("go on")], [TOOL])).text
     assert "go on" in one
-    later = renderer.render(ChatPrompt([*said, user("go on"), reply("yes"), user("and?")], [TOOL])).text
+    later = renderer.render(ChatPrompt([*said, user("go on"), assistant("yes"), user("and?")], [TOOL])).text
     assert later.startswith(one.rpartition("go on")[0]) or "AVAILABLE_TOOLS" in one  # these stand before the last user
     if arguments.strip() not in ("", "null") and "ud83d" not in arguments:
         assert arguments in one or json.dumps(arguments)[1:-1] in one, "the model sees what it wrote"
@@ -136,60 +115,48 @@ def test_every_template_takes_a_call_whose_arguments_are_no_object(
 
 @given(st.permutations(["a", "b", "c", "d"]), st.integers(0, 4))
 def test_results_stand_in_the_order_of_their_calls(ids: list[str], n: int) -> None:
-    calls = call("{}", "a", "b", "c", "d")
-    calls["tool_calls"] = calls["tool_calls"][1:]
-    told = [user("?"), calls, *(result(f"of {each}", each) for each in ids[:n]), user("!")]
+    told = [user("?"), call("{}", "a", "b", "c", "d"), *(result(f"of {each}", each) for each in ids[:n]), user("!")]
     found = [message["content"] for message in normalised(told)[2:-1]]
     assert found == sorted(found)
     assert len(found) == n
 
 
 def test_results_with_the_same_id_or_an_unknown_one_keep_their_order() -> None:
-    calls = call("{}", "2", "2")
+    calls = call("{}", "000000001", "2", "2")
     told = [calls, result("x", "9"), result("b", "2"), result("c", "2"), result("a"), user("!"), result("d", "2")]
     assert [message["content"] for message in normalised(told)[1:]] == ["a", "b", "c", "x", "!", "d"]
 
 
-MIDDLE = [system("Be brief."), user("one"), reply("two"), system("Now German."), user("three")]
+MIDDLE = [system("Be brief."), user("one"), assistant("two"), system("Now German."), user("three")]
+
+
+LATER = "|[user]one|[assistant]two|[user]Now German.\n\nthree|"
 
 
 @pytest.mark.parametrize(
-    ("template", "text"),
+    ("template", "later", "first"),
     [
-        (IN_PLACE, "[system]Be brief.|[user]one|[assistant]two|[system]Now German.|[user]three|"),
-        (LATER_SYSTEM, "[system]Be brief.|[user]one|[assistant]two|[user]Now German.\n\nthree|"),
-        (HOISTED, "[system]Be brief.|[user]one|[assistant]two|[user]Now German.\n\nthree|"),
-        (SILENT, "[system]Be brief.|[user]one|[assistant]two|[user]Now German.\n\nthree|"),
-        (GEMMA3, "[user]Be brief.\n\none|[assistant]two|[user]Now German.\n\nthree|"),
-        (NO_SYSTEM, "[user]Be brief.\n\none|[assistant]two|[user]Now German.\n\nthree|"),
+        (
+            IN_PLACE,
+            "[system]Be brief.|[user]one|[assistant]two|[system]Now German.|[user]three|",
+            "[system]a|[system]b|[user]one|",
+        ),
+        (LATER_SYSTEM, "[system]Be brief." + LATER, "[system]a\n\nb|[user]one|"),
+        (HOISTED, "[system]Be brief." + LATER, "[system]a|[system]b|[user]one|"),
+        (SILENT, "[system]Be brief." + LATER, "[system]a\n\nb|[user]one|"),
+        (GEMMA3, LATER.replace("|[user]", "[user]Be brief.\n\n", 1), "[user]a\n\nb\n\none|"),
+        (NO_SYSTEM, LATER.replace("|[user]", "[user]Be brief.\n\n", 1), "[user]a\n\nb\n\none|"),
     ],
 )
-def test_a_later_system_message_stands_where_it_was_said(
-    with_template: Callable[[str], Renderer], template: str, text: str
+def test_a_later_system_message_stands_where_it_was_said_and_those_at_the_beginning_are_one(
+    with_template: Callable[[str], Renderer], template: str, later: str, first: str
 ) -> None:
     """In place, or as the user's text: never at the beginning, where it would change every cached prompt."""
     renderer = with_template(template)
-    assert renderer.render(ChatPrompt(MIDDLE)).text == text
     for role in ("developer", "system"):
         told = [{**message, "role": role} if message["role"] == "system" else message for message in MIDDLE]
-        assert renderer.render(ChatPrompt(told)).text == text
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (IN_PLACE, "[system]a|[system]b|[user]one|"),
-        (LATER_SYSTEM, "[system]a\n\nb|[user]one|"),
-        (HOISTED, "[system]a|[system]b|[user]one|"),
-        (SILENT, "[system]a\n\nb|[user]one|"),
-        (GEMMA3, "[user]a\n\nb\n\none|"),
-        (NO_SYSTEM, "[user]a\n\nb\n\none|"),
-    ],
-)
-def test_system_messages_at_the_beginning_are_one(
-    with_template: Callable[[str], Renderer], template: str, text: str
-) -> None:
-    assert with_template(template).render(ChatPrompt([system("a"), system("b"), user("one")])).text == text
+        assert renderer.render(ChatPrompt(told)).text == later
+    assert renderer.render(ChatPrompt([system("a"), system("b"), user("one")])).text == first
 
 
 @pytest.mark.parametrize("template", [IN_PLACE, LATER_SYSTEM, HOISTED, SILENT, GEMMA3, NO_SYSTEM])
@@ -197,18 +164,16 @@ def test_system_messages_at_the_beginning_are_one(
 @given(st.lists(st.booleans(), min_size=1, max_size=6))
 def test_a_conversation_that_goes_on_keeps_its_beginning(qwen_like: Any, template: str, told: list[bool]) -> None:
     """Turns of a user and an assistant, some with a system message before them."""
-    before, qwen_like.chat_template = qwen_like.chat_template, template
-    try:
-        renderer, messages, known = Renderer(qwen_like), list[dict[str, Any]](), ""
-        for place, has_system in enumerate(told):
-            messages += [system(f"s{place}")] if has_system else []
-            text = renderer.render(ChatPrompt([*messages, user(f"u{place}")])).text
-            assert text.startswith(known)
-            messages += [user(f"u{place}"), reply(f"a{place}")]
-            known = renderer.render(ChatPrompt(messages)).text
-            assert known.startswith(text)
-    finally:
-        qwen_like.chat_template = before
+    tokenizer = copy(qwen_like)
+    tokenizer.chat_template = template
+    renderer, messages, known = Renderer(tokenizer), list[dict[str, Any]](), ""
+    for place, has_system in enumerate(told):
+        messages += [system(f"s{place}")] if has_system else []
+        text = renderer.render(ChatPrompt([*messages, user(f"u{place}")])).text
+        assert text.startswith(known)
+        messages += [user(f"u{place}"), assistant(f"a{place}")]
+        known = renderer.render(ChatPrompt(messages)).text
+        assert known.startswith(text)
 
 
 CHATML = (  # as SmolLM2 has it: no tools, and no role is refused
@@ -219,7 +184,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 WORKED = [
     system("Be brief."),
     user("Rain?"),
-    {**call('{"city": "Malmö"}', "2"), "content": "I look."},
+    {**call('{"city": "Malmö"}', "000000001", "2"), "content": "I look."},
     result("no", "2"),
     result("yes"),
     user("Sure?"),

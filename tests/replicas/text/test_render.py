@@ -4,12 +4,15 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from copy import copy
+from itertools import combinations
 from typing import Any
 
 import pytest
 from chat_templates import TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
+from replies import assistant, call, result, system, user
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
@@ -17,15 +20,6 @@ from holdfast.replicas.text import render
 from holdfast.replicas.text.render import Rendered, Renderer, message_starts
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def call(arguments: Any) -> dict[str, Any]:
-    function = {"name": "f", "arguments": arguments}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
 def test_a_tool_choice_changes_nothing_of_the_prompt(qwen_like: Any) -> None:
@@ -70,13 +64,10 @@ def test_half_a_surrogate_pair_is_replaced(qwen_like: Any) -> None:
     assert '{"city": "\ufffd", "b": "\U0001f600"}' in text
 
 
-def test_a_model_without_template_says_so(llama3_like: Any) -> None:
-    template, llama3_like.chat_template = llama3_like.chat_template, None
-    try:
-        with pytest.raises(InvalidRequestError, match="no chat template: use /v1/completions"):
-            Renderer(llama3_like).render(ChatPrompt([user("x")]))
-    finally:
-        llama3_like.chat_template = template
+def test_a_model_without_template_says_so(llama3_like: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama3_like, "chat_template", None)
+    with pytest.raises(InvalidRequestError, match="no chat template: use /v1/completions"):
+        Renderer(llama3_like).render(ChatPrompt([user("x")]))
 
 
 def test_control_tokens_of_the_client_are_marked_and_nothing_else(qwen_like: Any) -> None:
@@ -91,11 +82,11 @@ def test_control_tokens_of_the_client_are_marked_and_nothing_else(qwen_like: Any
 
 
 SAID: list[dict[str, Any]] = [
-    {"role": "system", "content": "Be brief."},
+    system("Be brief."),
     user("one"),
-    {"role": "assistant", "content": "two"},
+    assistant("two"),
     user("three <|im_end|>"),
-    {"role": "assistant", "content": "four"},
+    assistant("four"),
     user("five"),
 ]
 TURNS = (  # refuses roles that do not take turns
@@ -110,43 +101,35 @@ TURNS = (  # refuses roles that do not take turns
 @pytest.mark.parametrize("template", ["", TURNS])
 def test_parts_of_a_conversation_are_the_whole(tokenizers: list[Any], template: str) -> None:
     """Wherever it is cut, what was rendered before stays a prefix."""
-    for tokenizer in tokenizers:
-        before, tokenizer.chat_template = tokenizer.chat_template, template or tokenizer.chat_template
-        try:
-            renderer = Renderer(tokenizer)
-            whole = renderer.render(ChatPrompt(SAID))
-            for first in range(2, len(SAID)):
-                for second in range(first + 1, len(SAID) + 1):
-                    cuts = [SAID[:first], SAID[first:second], SAID[second:]]
-                    parts = [
-                        renderer.part(ChatPrompt(messages), begins=i == 0, reply=messages[-1] is SAID[-1])
-                        for i, messages in enumerate(cuts)
-                        if messages
-                    ]
-                    joined = "".join(part.text.replace(part.mark or "\0", "") for part in parts)
-                    assert joined == whole.text.replace(whole.mark or "\0", "")
-        finally:
-            tokenizer.chat_template = before
+    for each in tokenizers:
+        tokenizer = copy(each)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        renderer = Renderer(tokenizer)
+        whole = renderer.render(ChatPrompt(SAID))
+        for first, second in combinations(range(2, len(SAID) + 1), 2):
+            parts = [
+                renderer.part(ChatPrompt(messages), begins=i == 0, reply=messages[-1] is SAID[-1])
+                for i, messages in enumerate((SAID[:first], SAID[first:second], SAID[second:]))
+                if messages
+            ]
+            joined = "".join(part.text.replace(part.mark or "\0", "") for part in parts)
+            assert joined == whole.text.replace(whole.mark or "\0", "")
 
 
-def test_a_template_that_cannot_go_on_is_named(qwen_like: Any) -> None:
-    before = qwen_like.chat_template
-    qwen_like.chat_template = "{{ messages[-1].content }}{{ messages | length }}"
-    try:
-        with pytest.raises(InvalidRequestError) as raised:
-            Renderer(qwen_like).part(ChatPrompt([user("x")]), begins=False, reply=False)
-        assert raised.value.field == "messages"
-    finally:
-        qwen_like.chat_template = before
+def test_a_template_that_cannot_go_on_is_named(with_template: Callable[[str], Renderer]) -> None:
+    renderer = with_template("{{ messages[-1].content }}{{ messages | length }}")
+    with pytest.raises(InvalidRequestError) as raised:
+        renderer.part(ChatPrompt([user("x")]), begins=False, reply=False)
+    assert raised.value.field == "messages"
 
 
 said = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=80)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), said), max_size=6), said, st.integers(0, 1))
-def test_where_messages_begin_in_a_prompt(qwen_like: Any, told: list[tuple[str, str]], system: str, tools: int) -> None:
+def test_where_messages_begin_in_a_prompt(qwen_like: Any, told: list[tuple[str, str]], first: str, tools: int) -> None:
     """Whatever they say: as many places as messages, and ascending."""
-    messages = [{"role": "system", "content": system}, *({"role": role, "content": text} for role, text in told)]
+    messages = [system(first), *({"role": role, "content": text} for role, text in told)]
     text = Renderer(qwen_like).render(ChatPrompt(messages, [TOOL] * tools)).text
     starts = message_starts(messages, text)
     assert len(starts) == len(messages)
@@ -157,10 +140,10 @@ def test_where_messages_begin_in_a_prompt(qwen_like: Any, told: list[tuple[str, 
 def test_messages_are_found_behind_the_tools_and_by_their_calls(qwen_like: Any) -> None:
     long = "Read the file." * 20
     messages = [
-        {"role": "system", "content": "You are brief."},
+        system("You are brief."),
         user(long),
-        call('{"a": 1}'),
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        call('{"a": 1}', "1"),
+        result("rain", "1"),
         {"role": "assistant", "content": [{"type": "text", "text": "It rains."}]},
         user("  and   \n"),
     ]
@@ -208,22 +191,12 @@ def test_a_template_that_goes_over_all_of_it_for_each_part_takes_no_more_than_so
     assert refused.value.field == "messages"
 
 
-def test_a_template_that_goes_over_it_once_takes_any_number(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_goes_over_it_once_takes_any_number(
+    qwen_like: Any, with_template: Callable[[str], Renderer]
+) -> None:
     assert Renderer(qwen_like).most_parts == math.inf
     there = loop("m", "messages", "{{ loop.last }}{{ messages[loop.index0].content }}")
-    monkeypatch.setattr(qwen_like, "chat_template", there + loop("m", "messages[::-1]", ""))
-    assert Renderer(qwen_like).most_parts == math.inf
-
-
-@pytest.mark.parametrize("template", [text for _, text in TEMPLATES.values()], ids=TEMPLATES)
-def test_templates_of_known_families_take_long_conversations(
-    template: str, qwen_like: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(qwen_like, "chat_template", template)
-    renderer = Renderer(qwen_like)
-    assert renderer.most_parts > 1000
-    assert renderer._rules.objects
-    assert not renderer.tools_as_text, "a template that takes tools is left alone"
+    assert with_template(there + loop("m", "messages[::-1]", "")).most_parts == math.inf
 
 
 def test_what_has_many_parts_is_rendered_beside_the_event_loop(qwen_like: Any) -> None:

@@ -7,12 +7,13 @@ import pytest
 from call_texts import mutated, valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replies import ids_of, told
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.plan import Sampling, TokenLogprobs
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest
 from holdfast.replicas.text.conversation import FREE, TextSide
-from holdfast.replicas.text.reply import Reply, StopStrings
+from holdfast.replicas.text.reply import StopStrings
 
 TEXT = st.text("ab\nc", max_size=30)
 STOPS = st.lists(st.text("ab\nc", min_size=1, max_size=4), max_size=3)
@@ -56,24 +57,15 @@ def test_holds_back_only_what_may_begin_a_stop_string() -> None:
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("search", "sum")]
 PROMPT = ChatPrompt([{"role": "user", "content": "hi"}], TOOLS)
+REQUEST = GenerateRequest("r", PROMPT, Sampling())
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 
 
 def ended(tokenizer: Any, text: str, reason: Any, early_stop: bool = True) -> tuple[str, list[list[str]], str]:
     """The text, the calls and why it ended, of a reply that the engine ended for `reason` after `text`."""
     side = TextSide(tokenizer, EngineConfig(early_stop=early_stop), "hermes")
-    reply = side.reply(GenerateRequest("r", PROMPT, Sampling()), side.encode(PROMPT), side.constraints(PROMPT))
-    said, calls = "", []
-    deltas = reply.feed(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-    tail, told = reply.finish(reason)
-    for delta in [*deltas, *tail]:
-        if isinstance(delta, TextDelta):
-            said += delta.text
-        elif isinstance(delta, ToolCallDelta) and delta.name is not None:
-            calls.append([delta.name, delta.arguments])
-        elif isinstance(delta, ToolCallDelta):
-            calls[-1][1] += delta.arguments
-    return said, calls, told
+    found = told(side, REQUEST, text, (), reason=reason, limits=side.constraints(PROMPT))
+    return found.text, found.calls, found.ended
 
 
 @settings(max_examples=50, deadline=None)
@@ -110,27 +102,16 @@ def test_a_call_that_is_cut_behind_a_closed_one_is_why_a_reply_has_not_ended_for
 CONFIG = EngineConfig()
 
 
-def reader(tokenizer: Any, tool_format: str) -> tuple[TextSide, Reply]:
+def read(tokenizer: Any, tool_format: str, text: str) -> tuple[str, str | None]:
+    """The text sent, and what is kept of the tokens; None: nothing is written again."""
     side = TextSide(tokenizer, CONFIG, tool_format)
-    request = GenerateRequest("r", PROMPT, Sampling())
-    return side, side.reply(request, side.encode(PROMPT), side.constraints(PROMPT))
+    found = told(side, REQUEST, text, limits=side.constraints(PROMPT))
+    return found.text, found.reply.rewrite and side.detokenize(found.reply.rewrite.tokens)
 
 
-def read(tokenizer: Any, tool_format: str, text: str) -> tuple[str, str | None, list[str]]:
-    """The text sent, what is kept of the tokens (None: there was nothing to write again), and what may come next."""
-    side, reply = reader(tokenizer, tool_format)
-    backend = tokenizer.backend_tokenizer
-    sent = ""
-    for token in backend.encode(text, add_special_tokens=False).ids:
-        if reply.done:
-            break
-        sent += "".join(delta.text for delta in reply.feed([token]) if isinstance(delta, TextDelta))
-    if reply.rewrite is None:
-        deltas, _ = reply.finish("stop")
-        return sent + "".join(d.text for d in deltas if isinstance(d, TextDelta)), None, []
-    kept = side.detokenize(reply.rewrite.tokens)
-    forced = side.detokenize(reply.rewrite.matcher.forced())
-    return sent, kept, [forced]
+def nearly(kept: str, got: str | None) -> bool:
+    """Whether at most one token less is kept."""
+    return got is not None and kept.startswith(got) and len(kept) - len(got) < 8
 
 
 CASES = [
@@ -146,20 +127,16 @@ def test_a_reply_goes_on_from_the_last_token_a_declared_call_could_have(
     tool_format: str, text: str, sent: str, kept: str | None, qwen_like: Any
 ) -> None:
     kept = text[: text.rindex("rm")] if kept is None else kept
-    said, got, _ = read(qwen_like, tool_format, text)
+    said, got = read(qwen_like, tool_format, text)
     assert said == sent
-    assert got is not None
-    assert kept.startswith(got)
-    assert len(kept) - len(got) < 8, "one token at most"
+    assert nearly(kept, got), got
 
 
 def test_what_was_sent_is_not_taken_back(qwen_like: Any) -> None:
     """A list that no declared call could have begun cannot be gone on with: its call is text."""
     call, other = ('{"name": "sum", "parameters": ARGS}'.replace("ARGS", args) for args in ("{}", '{"n": 1}'))
     text = f'{call}, {other}; {{"name": "rm", "parameters": {{}}}}'
-    sent, kept, _ = read(qwen_like, "llama3", text)
-    assert kept is None
-    assert sent == '; {"name": "rm", "parameters": {}}'
+    assert read(qwen_like, "llama3", text) == ('; {"name": "rm", "parameters": {}}', None)
 
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -189,38 +166,31 @@ def test_a_bare_call_whose_keys_stand_otherwise_is_held_to_its_schema(
     """Nobody has followed it as it was drawn, so what no declared call could be is drawn again. Whole ones are sent."""
     prompt = replace(PROMPT, tools=[{"type": "function", "function": {"name": "sum", "parameters": NUMBER}}])
     side = TextSide(qwen_like, CONFIG, tool_format)
-    ids = qwen_like.backend_tokenizer.encode(text, add_special_tokens=False).ids
     for limits in (side.constraints(prompt), FREE):
-        reply = side.reply(GenerateRequest("r", prompt, Sampling()), side.encode(prompt), limits)
-        deltas: list[Any] = []
-        for token in ids:
-            deltas += reply.feed([token]) if not reply.done else []
+        found = told(side, replace(REQUEST, prompt=prompt), text, limits=limits)
+        rewrite = found.reply.rewrite
         if kept is None or limits is FREE:
-            assert reply.rewrite is None
-            deltas += reply.finish("stop")[0]
-            called = [delta.name for delta in deltas if isinstance(delta, ToolCallDelta) and delta.name]
-            assert called == ["sum"] * text.count('"name": "sum"')
+            assert rewrite is None
+            assert [name for name, _ in found.calls] == ["sum"] * text.count('"name": "sum"')
         else:
-            assert reply.rewrite is not None
-            assert deltas == []
-            got = side.detokenize(reply.rewrite.tokens)
-            assert kept.startswith(got)
-            assert len(kept) - len(got) < 8, "one token at most"
+            assert rewrite is not None
+            assert found.pieces == []
+            assert nearly(kept, side.detokenize(rewrite.tokens))
 
 
 def test_declared_calls_and_other_text_are_left_alone(qwen_like: Any) -> None:
     for text in ('{"name": "sum", "parameters": {}}', 'A {"name": "rm"}', '{"name": "rm"}'):
         assert read(qwen_like, "llama3", text)[1] is None
-    _, reply = reader(qwen_like, "hermes")
+    side = TextSide(qwen_like, CONFIG, "hermes")
+    reply = side.reply(REQUEST, side.encode(PROMPT), side.constraints(PROMPT))
     assert reply._declared is None, "nothing is written again where calls have an opener: the guard is in time"
 
 
 def test_log_probabilities_of_what_is_kept_come_along(qwen_like: Any) -> None:
-    _, reply = reader(qwen_like, "llama3")
-    ids = qwen_like.backend_tokenizer.encode('{"name": "rm", "parameters": {}}', add_special_tokens=False).ids
+    side = TextSide(qwen_like, CONFIG, "llama3")
+    ids = ids_of(side, '{"name": "rm", "parameters": {}}')
     logprobs = [TokenLogprobs(token, -0.5) for token in ids]
-    for token, entry in zip(ids, logprobs, strict=True):
-        reply.feed([token], [entry])
-    assert reply.rewrite is not None
-    assert list(reply.rewrite.tokens) == ids[: len(reply.rewrite.tokens)]
-    assert list(reply.rewrite.logprobs) == logprobs[: len(reply.rewrite.tokens)]
+    rewrite = told(side, REQUEST, ids, limits=side.constraints(PROMPT), logprobs=logprobs).reply.rewrite
+    assert rewrite is not None
+    assert list(rewrite.tokens) == ids[: len(rewrite.tokens)]
+    assert list(rewrite.logprobs) == logprobs[: len(rewrite.tokens)]

@@ -3,27 +3,22 @@
 from copy import copy
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
+from call_grammars import masks
 from call_texts import FORMATS, call_texts, mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replies import ids_of, told
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
-    AnswerBuilder,
     ChatPrompt,
-    Completed,
     GenerateRequest,
     JsonOutput,
     RawPrompt,
     ReasoningDelta,
-    TextDelta,
-    Timing,
-    ToolCallDelta,
-    Usage,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS
@@ -63,22 +58,12 @@ def request(start: str = "", **options: Any) -> GenerateRequest:
 
 def read(side: TextSide, ask: GenerateRequest, text: str, step: int = 1) -> tuple[str, str, list[str], str, int]:
     """Reasoning, content, calls, why it ended, and tokens that were thinking."""
-    reply = side.reply(ask, side.encode(ask.prompt))
-    ids = side.tokenizer.encode(text, add_special_tokens=False)
-    deltas = [delta for at in range(0, len(ids), step) for delta in reply.feed(ids[at : at + step])]
-    tail, reason = reply.finish("stop")
-    reasoning, content, calls = "", "", []
-    for delta in [*deltas, *tail]:
-        if isinstance(delta, ReasoningDelta):
-            assert delta.text
-            assert not content
-            assert not calls
-            reasoning += delta.text
-        elif isinstance(delta, TextDelta):
-            content += delta.text
-        elif isinstance(delta, ToolCallDelta) and delta.name:
-            calls.append(delta.name)
-    return reasoning, content, calls, reason, reply.reasoning_tokens
+    ids = ids_of(side, text)
+    found = told(side, ask, ids, range(step, len(ids), step))
+    thoughts = [isinstance(piece, ReasoningDelta) for piece in found.pieces]
+    assert thoughts == sorted(thoughts, reverse=True), "they come first"
+    assert all(piece.text for piece in found.pieces if isinstance(piece, ReasoningDelta))
+    return found.reasoning, found.text, [name for name, _ in found.calls], found.ended, found.reply.reasoning_tokens
 
 
 @pytest.mark.parametrize("step", [1, 1000])
@@ -89,7 +74,7 @@ def read(side: TextSide, ask: GenerateRequest, text: str, step: int = 1) -> tupl
 def test_thinking_is_neither_content_nor_calls_nor_stopped(side: TextSide, start: str, begin: str, step: int) -> None:
     ask = request(start, stop=("STOP",))
     thought = f"{begin}{THOUGHT}\n</think>"
-    length = len(side.tokenizer.encode(thought, add_special_tokens=False))
+    length = len(ids_of(side, thought))
     assert read(side, ask, f"{thought}\n\nHello.<|im_end|>", step) == (THOUGHT, "Hello.", [], "stop", length)
     assert read(side, ask, f"{thought}\n\nHello. STOP it", step) == (THOUGHT, "Hello. ", [], "stop", length)
     assert read(side, ask, f"{thought}\n\n{CALL}<|im_end|>", step) == (THOUGHT, "", ["f"], "tool_calls", length)
@@ -118,15 +103,10 @@ def test_calls_in_the_thinking_stay_thoughts_where_they_are_not_all_that_ends_th
     for calls in (unknown, cut, f"{CALL}\n<tool_call>", f"{CALL}\n{cut[:-3]}"):
         assert read(side, request(), f"<think>So {calls}")[:4] == (f"So {calls}", "", [], "stop")
     for reason, stop in (("length", ()), ("stop", ("END",))):
-        reply = side.reply(request(stop=stop), side.encode(ChatPrompt(ASK, TOOLS)))
-        deltas = reply.feed(drawn(side, f"{thought}</think>END" if stop else thought))
-        tail, ended = reply.finish(reason)
-        assert {type(delta) for delta in (*deltas, *tail)} == {ReasoningDelta}
-        assert (ended, reply.empty) == (reason, True)
-    reply = side.reply(request(), side.encode(ChatPrompt(ASK, TOOLS)))
-    reply.feed(drawn(side, thought))
-    reply.finish("stop")
-    assert not reply.empty
+        found = told(side, request(stop=stop), f"{thought}</think>END" if stop else thought, (), reason=reason)
+        assert {type(piece) for piece in found.pieces} == {ReasoningDelta}
+        assert (found.ended, found.reply.empty) == (reason, True)
+    assert not told(side, request(), thought, ()).reply.empty
 
 
 def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any) -> None:
@@ -154,12 +134,9 @@ def test_an_undeclared_bare_call_after_thinking_is_written_again_from_its_place(
     ask = request()
     before = f"<think>\n{THOUGHT}</think>\n\n"
     text = before + '{"name": "rm", "parameters": {}}'
-    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt))
-    for token in side.tokenizer.encode(text, add_special_tokens=False):
-        if not reply.done:
-            reply.feed([token])
-    assert reply.rewrite is not None
-    kept = side.detokenize(reply.rewrite.tokens)
+    rewrite = told(side, ask, text, limits=side.constraints(ask.prompt)).reply.rewrite
+    assert rewrite is not None
+    kept = side.detokenize(rewrite.tokens)
     assert (before + '{"name": "').startswith(kept)
     assert kept.startswith(before + "{")
 
@@ -214,20 +191,14 @@ def test_a_streamed_reply_adds_up_to_the_whole_in_every_format(
     text = mutated("".join(part or block for part in parts), data)
     side = TextSide(thinking(qwen_like), EngineConfig(), format)
     ask = request("<think>" if inside else "", stop=("STOP",) if data.draw(st.booleans()) else ())
-    ids, reason = drawn(side, text), data.draw(st.sampled_from(["stop", "length"]))
-    told = []
+    ids, reason = ids_of(side, text), data.draw(st.sampled_from(["stop", "length"]))
+    answers = []
     for step in (1, 2, 5, max(1, len(ids))):
-        reply = side.reply(ask, side.encode(ask.prompt))
-        built = AnswerBuilder()
-        for at in range(0, len(ids), step):
-            if not reply.done:
-                built.add(reply.feed(ids[at : at + step]))
-        tail, ended = reply.finish(reason)
-        built.add((*tail, Completed(ended, Usage(0, 0, reply.completion_tokens, reply.reasoning_tokens), Timing(0.0))))
-        told.append(built.answer())
-        assert all(orjson.loads(call.arguments) is not None for call in told[-1].tool_calls if call.closed)
-        assert reply.empty == (not told[-1].tool_calls and not (told[-1].text or "").strip())
-    assert told == [told[0]] * 4
+        found = told(side, ask, ids, range(step, len(ids), step), reason=reason)
+        answers.append(found.answer)
+        assert all(orjson.loads(call.arguments) is not None for call in found.answer.tool_calls if call.closed)
+        assert found.reply.empty == (not found.calls and not found.text.strip())
+    assert answers == [answers[0]] * 4
 
 
 # ---- grammars ----
@@ -239,31 +210,28 @@ def matcher_of(side: TextSide, ask: GenerateRequest) -> Any:
 
 def grammar(side: TextSide, start: str) -> Any:
     kwargs = {"start": start} if start else {}
-    return matcher_of(
-        side, request(prompt=ChatPrompt(ASK, [STRICT], parallel_tool_calls=False, template_kwargs=kwargs))
-    )
+    prompt = ChatPrompt(ASK, [STRICT], parallel_tool_calls=False, template_kwargs=kwargs)
+    return matcher_of(side, request(prompt=prompt))
 
 
-CONTENT = [
-    ({"tool_choice": "required", "parallel_tool_calls": False}, CALL, CALL.replace('"f"', '"rm"')),
-    ({"output": JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}})}, '{"a": 1}', '{"a": "x"}'),
+CONTENT: list[dict[str, Any]] = [
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"output": JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}})},
 ]
-"""What a request asks for, a reply of it, and one that is none."""
 
 
 @pytest.mark.parametrize("start", ["", "<think>"])
-@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
+@pytest.mark.parametrize("options", CONTENT)
 def test_the_reply_does_not_end_inside_the_thinking_where_content_is_asked_for(
-    side: TextSide, options: dict[str, Any], good: str, bad: str, start: str
+    side: TextSide, options: dict[str, Any], start: str
 ) -> None:
     tools = [] if "output" in options else TOOLS
     ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs={"start": start} if start else {}, **options))
-    eos = drawn(side, "<|im_end|>")
-    inside = drawn(side, "Or so" if start else "<think>Or so")
-    for drafts in (inside, inside + eos, inside + eos + inside, inside + drawn(side, "</think>") + eos):
+    eos = ids_of(side, "<|im_end|>")
+    inside = ids_of(side, "Or so" if start else "<think>Or so")
+    for drafts in (inside, inside + eos, inside + eos + inside, inside + ids_of(side, "</think>") + eos):
         matcher = matcher_of(side, ask)
-        rows = np.zeros((len(drafts) + 1, matcher.words), np.int32)
-        matcher.fill(drafts, rows)
+        rows = masks(matcher, drafts)
         allowed = [bool(row[eos[0] // 32] >> eos[0] % 32 & 1) for row in rows]
         ended = len(drafts) if drafts == inside else drafts.index(eos[0])
         assert allowed == [False] * (ended + 1) + [True] * (len(drafts) - ended)
@@ -276,41 +244,28 @@ def test_the_reply_does_not_end_inside_the_thinking_where_content_is_asked_for(
 def test_where_no_token_ends_the_thinking_what_is_asked_for_comes_first(llama3_like: Any) -> None:
     side = TextSide(thinking(llama3_like), EngineConfig())
     ask = request(prompt=ChatPrompt(ASK, template_kwargs={"start": "<think>"}, output=JsonOutput({"type": "object"})))
-    assert matcher_of(side, ask).accepts(drawn(side, '{"a": 1}')) == len(drawn(side, '{"a": 1}'))
+    assert matcher_of(side, ask).accepts(ids_of(side, '{"a": 1}')) == len(ids_of(side, '{"a": 1}'))
     assert read(side, ask, '{"a": 1}')[:2] == ("", '{"a": 1}')
 
 
-def drawn(side: TextSide, text: str) -> list[int]:
-    return list(side.tokenizer.encode(text, add_special_tokens=False))
-
-
-@pytest.mark.parametrize(("start", "begin"), [("", "<think>"), ("<think>", "")])
+@pytest.mark.parametrize(
+    ("start", "begin"), [("", "<think>"), ("<think>", ""), ("", "\n<think>"), ("", "\n\n\n<think>")]
+)
 def test_a_grammar_says_nothing_until_the_thinking_is_over(side: TextSide, start: str, begin: str) -> None:
-    thought = drawn(side, f"{begin}Or <tool_call> it?</think>")
-    good, bad = drawn(side, CALL), drawn(side, CALL.replace('"f"', '"rm"'))
-    matcher = grammar(side, start)
-    assert matcher.accepts(thought + good) == len(thought + good)
-    assert len(thought) < matcher.accepts(thought + bad) < len(thought + bad)
-    for token in [*thought, *good]:
-        assert matcher.advance([token])
-        assert (matcher.binding, matcher.finished, matcher.failed) == (False, False, False)
-    off = grammar(side, "<think>\n\n</think>\n\n")
-    assert len(drawn(side, "Or <tool_call>")) <= off.accepts(drawn(side, "Or <tool_call> it?")) < len(thought)
-
-
-def test_white_space_before_the_thinking_is_none_of_the_grammar_s(side: TextSide) -> None:
-    """What is thought behind it is not held to a form, and no call in it begins one."""
-    space = drawn(side, "\n")
-    matcher = matcher_of(side, request(prompt=ChatPrompt(ASK, [STRICT])))
+    """What is thought is not held to a form, also behind white space, and no call in it begins one."""
     unknown = CALL.replace('"f"', '"rm"')
-    thought = drawn(side, f"<think>Or {unknown} it?</think>")
-    good, bad = drawn(side, CALL), drawn(side, unknown)
-    for before in (space, space * 3):
-        assert matcher.accepts(before + thought + good) == len(before + thought + good)
-        assert len(before + thought) < matcher.accepts(before + thought + bad) < len(before + thought + bad)
-    for token in [*space, *thought, *good]:
-        assert matcher.advance([token]) == 1
-    assert not matcher.failed
+    thought, good, bad = ids_of(side, f"{begin}Or {unknown} it?</think>"), ids_of(side, CALL), ids_of(side, unknown)
+    kwargs = {"start": start} if start else {}
+    several = matcher_of(side, request(prompt=ChatPrompt(ASK, [STRICT], template_kwargs=kwargs)))
+    for matcher in (grammar(side, start), several):
+        assert matcher.accepts(thought + good) == len(thought + good)
+        assert len(thought) < matcher.accepts(thought + bad) < len(thought + bad)
+        for token in [*thought, *good]:
+            assert matcher.advance([token])
+            assert (matcher.binding, matcher.finished, matcher.failed) == (False, False, False)
+    off = grammar(side, "<think>\n\n</think>\n\n")
+    ids = ids_of(side, "Or <tool_call> it?")
+    assert len(ids_of(side, "Or <tool_call>")) <= off.accepts(ids) < len(ids)
 
 
 @pytest.mark.parametrize("start", ["", "<think>"])
@@ -330,16 +285,12 @@ def test_white_space_before_the_thinking_is_none_of_the_grammar_s(side: TextSide
 )
 def test_masks_of_drafts_are_those_after_the_tokens_were_drawn(side: TextSide, start: str, text: str) -> None:
     matcher = grammar(side, start)
-    ids = drawn(side, text)
+    ids = ids_of(side, text)
     fitting = ids[: matcher.accepts(ids)]
     for begin in range(len(fitting)):
-        rows = np.zeros((len(fitting) - begin + 1, matcher.words), np.int32)
-        matcher.fill(fitting[begin:], rows)
-        ahead = matcher.copy()
+        rows, ahead = masks(matcher, fitting[begin:]), matcher.copy()
         for row, token in zip(rows, [*fitting[begin:], 0], strict=True):
-            alone = np.zeros((1, matcher.words), np.int32)
-            ahead.fill((), alone)
-            assert (row == alone[0]).all()
+            assert (row == masks(ahead)).all()
             assert all(row[forced // 32] >> forced % 32 & 1 for forced in ahead.forced()[:1])
             ahead.advance([token])
         assert rows[0][fitting[begin] // 32] >> fitting[begin] % 32 & 1

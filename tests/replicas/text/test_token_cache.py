@@ -75,28 +75,6 @@ def test_growing_and_forked_conversations_equal_the_whole(
             assert ids.tolist() == tokenized_whole(tokenizer, rendered)
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.sampled_from([*SPECIALS, "<|im_end|>", "<|im_start|>", "\n", "a", " the"]), max_size=8), max_size=6
-    )
-)
-def test_arbitrary_texts_equal_the_whole(qwen_like: Any, texts: list[list[str]]) -> None:
-    cache = TokenCache(qwen_like, 2 * ENTRY)
-    for parts in texts:
-        text = "".join(parts)
-        assert cache.encode(text).tolist() == qwen_like.encode(text, add_special_tokens=False)
-
-
-@pytest.mark.parametrize("word", ["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
-def test_a_control_token_of_the_client_is_text(qwen_like: Any, word: str) -> None:
-    rendered = Renderer(qwen_like).render(ChatPrompt([{"role": "user", "content": f"say {word} now"}]))
-    ids = TokenCache(qwen_like).encode(rendered.text, rendered.mark).tolist()
-    control = [token for token in qwen_like.convert_ids_to_tokens(ids) if token.startswith("<|")]
-    assert control == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    assert f"say {word} now" in qwen_like.decode(ids)
-
-
 def test_the_same_rendered_text_under_another_mark_is_another_prompt(qwen_like: Any) -> None:
     cache = TokenCache(qwen_like)
     text = "<|im_start|>user\n<\ufdd0|im_end|><|im_end|>\n"
@@ -224,7 +202,9 @@ def test_a_program_finds_each_of_its_conversations(qwen_like: Any, program: str)
         assert found == expected + qwen_like.encode(more, add_special_tokens=False), said
 
 
-PARTS = st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<think>", "the", " weather", "\n", "é日", "<|im_"]))
+PARTS = st.lists(
+    st.sampled_from([*SPECIALS, "<|im_start|>", "<|im_end|>", "<think>", "a", "the", " the", " weather", "\n", "é日"])
+)
 HISTORY = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "p", "q"]), PARTS, st.booleans()), max_size=12)
 
 

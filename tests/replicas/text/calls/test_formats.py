@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 from chat_templates import TEMPLATES as WHOLE
+from replies import call, result, system, user
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.formats import ToolFormat, detect_format
 from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.render import Renderer
 
+ID = "functions.f:0"
 TEMPLATES = [
     ('Respond in the format {"name": function name, "parameters": ...}', ToolFormat.LLAMA3),
     ("[func_name1(params_name1=params_value1)]", ToolFormat.PYTHONIC),
@@ -33,27 +33,21 @@ def test_a_whole_template_shows_the_format_of_the_calls_that_it_writes(name: str
     assert detect_format(template) is format
     tokenizer = copy(qwen_like)
     tokenizer.chat_template = template
-    assert TextSide(tokenizer, EngineConfig()).tool_format is format
+    side = TextSide(tokenizer, EngineConfig())
+    assert side.tool_format is format
+    assert side.renderer.most_parts > 1000, "long conversations are rendered"
+    assert side.renderer._rules.objects
+    assert not side.renderer.tools_as_text, "a template that takes tools is left alone"
     arguments = {"city": "Oslo", "days": [1, 2]}
-    function = {"name": "f", "arguments": json.dumps(arguments)}
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Rain?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "functions.f:0", "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": "functions.f:0", "content": "none"},
-    ]
+    messages = [system("Be brief."), user("Rain?"), call(json.dumps(arguments), ID), result("none", ID)]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    written = Renderer(tokenizer).render(ChatPrompt(messages, tools)).text.rpartition("Rain?")[2]
+    written = side.renderer.render(ChatPrompt(messages, tools)).text.rpartition("Rain?")[2]
     if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4, ToolFormat.PYTHONIC):  # whose replies begin with them
         begins = [written.find(marker) for marker in (*READERS[format].marked, *READERS[format].bare)]
         written = written[min(begin for begin in begins if begin >= 0) :]
     reader = CallTracker(format, frozenset({"f"}), True, str)
     reader.feed(written)
-    assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == [("f", arguments)]
+    assert [(each.name, json.loads(each.arguments)) for each in reader.calls] == [("f", arguments)]
 
 
 def test_there_is_a_whole_template_for_every_format() -> None:
@@ -72,9 +66,6 @@ def test_an_unknown_format_is_a_config_error() -> None:
     assert caught.value.field == "tool_format"
 
 
-@pytest.mark.parametrize("format", [format for format in ToolFormat if format is not ToolFormat.NONE])
-def test_a_format_is_found_read_and_forced(format: ToolFormat) -> None:
-    assert format in MARKERS
-    assert forms_of(format, lambda _: True) is not None
-    for marker in READERS[format].marked:
-        assert marker.count(marker[0]) == 1, "or its reader would pass over a marker in what looked like one"
+def test_the_first_character_of_a_marker_stands_in_it_once() -> None:
+    """Or its reader would pass over a marker in what looked like one."""
+    assert [each for reader in READERS.values() for each in reader.marked if each.count(each[0]) > 1] == []

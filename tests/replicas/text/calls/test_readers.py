@@ -47,43 +47,13 @@ GOOD = [
     (ToolFormat.PYTHONIC, "<|python_start|>[f(city='Oslo', days=(1, {'a': '}]{'}))]<|python_end|>"),
     (ToolFormat.LLAMA4, f'{{"name": "f", "parameters": {WEATHER}}}'),
     (ToolFormat.LLAMA4, f'<|python_start|>{{"name": "f", "parameters": {WEATHER}}}<|python_end|>'),
-    (ToolFormat.MINIMAX, f'<tool_calls>\n{{"name": "f", "arguments": {WEATHER}}}\n</tool_calls>'),
-    (
-        ToolFormat.DEEPSEEK_V31,
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    (
-        ToolFormat.DEEPSEEK_V3,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
-        f"{WEATHER}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    (
-        ToolFormat.HARMONY,
-        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{WEATHER}<|call|>",
-    ),
+    (ToolFormat.HARMONY, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{WEATHER}<|call|>"),
     (ToolFormat.HARMONY, f" to=functions.f<|channel|>commentary json<|message|>{WEATHER}"),
     (ToolFormat.HARMONY, f"<|start|>assistant<|channel|>analysis to=functions.f code<|message|>{WEATHER}<|call|>"),
     (ToolFormat.HARMONY, f"<|channel|>commentary to=f<|message|>{WEATHER}<|call|>"),
-    (
-        ToolFormat.QWEN3_CODER,
-        "<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n"
-        '<parameter=days>\n[1, {"a": "}]{"}]\n</parameter>\n</function>\n</tool_call>',
-    ),
-    (
-        ToolFormat.DEEPSEEK_V32,
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">Oslo'
-        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">[1, {"a": "}]{"}]</｜DSML｜parameter>\n'
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-    ),
-    (
-        ToolFormat.GLM,
-        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
-        '<arg_key>days</arg_key><arg_value>[1, {"a": "}]{"}]</arg_value></tool_call>',
-    ),
-    (
-        ToolFormat.MINIMAX_M2,
-        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Oslo</parameter>\n'
-        '<parameter name="days">[1, {"a": "}]{"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+    *(
+        (format, call_texts(format, [("f", json.loads(WEATHER))])[0])
+        for format in (*TAGS, ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31, ToolFormat.MINIMAX)
     ),
 ]
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from c_kernels import ABLE, BUILD, COMPILER
 
-from holdfast.kernels import attention, layer, linear, linear_state
+from holdfast.kernels import attention, attention_plan, layer, linear, linear_state
 from holdfast.replicas.speculation import ngrams
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")  # what an editable install has built there
 CACHE = BUILD["CACHE"]  # of the compiler: an editable install has filled it
-LIBRARIES = {f"holdfast/kernels/{each.LIBRARY.path.name}" for each in (attention, layer, linear, linear_state, ngrams)}
+MODULES = (attention, attention_plan, layer, linear, linear_state, ngrams)
+LIBRARIES = {f"holdfast/kernels/{each.LIBRARY.path.name}" for each in MODULES}
 
 
 @pytest.fixture(scope="module")

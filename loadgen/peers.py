@@ -87,7 +87,10 @@ def vllm(request: Wanted) -> Peer:
 
 def _preloaded(venv: Path | None) -> list[str]:
     """The libraries that vLLM's CPU build asks for in LD_PRELOAD, where they are installed."""
-    folders = ([venv / "lib"] if venv is not None else []) + [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64")]
+    folders = ([venv.absolute() / "lib"] if venv is not None else []) + [
+        Path("/usr/lib/x86_64-linux-gnu"),
+        Path("/usr/lib64"),
+    ]
     named = ("libtcmalloc_minimal.so.4", "libiomp5.so")
     paths = (next((path for folder in folders if (path := folder / name).exists()), None) for name in named)
     return [str(path) for path in paths if path is not None]

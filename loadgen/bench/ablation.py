@@ -198,10 +198,8 @@ async def _lanes(
 
     begin = time.perf_counter()
     if interleaved:
-        in_order = [(lane, number) for number in range(max(map(len, lanes))) for lane in range(len(lanes))]
-        results = [
-            [await turn(lane, number, lanes[lane][number])] for lane, number in in_order if number < len(lanes[lane])
-        ]
+        numbered = sorted((number, lane) for lane, prompts in enumerate(lanes) for number in range(len(prompts)))
+        results = [[await turn(lane, number, lanes[lane][number])] for number, lane in numbered]
     else:
         results = await asyncio.gather(*(whole(lane, prompts) for lane, prompts in enumerate(lanes)))
     samples.rounds.append(time.perf_counter() - begin)

@@ -50,13 +50,11 @@ _ACCEPTANCE = Acceptance(by_match=(0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98), unk
 _GAP: TokenIds = np.array([GAP], np.int32)
 _LEVEL_WEIGHT = 0.1  # of one step in the mean time of such steps
 _SLOPE_WEIGHT = 0.05  # of one step in what more rows cost
-_SLOPES = (0.1, 10.0)  # least and most seconds for one of measured cost
-_WIDE, _SEEN, _TINY = (
-    64,
-    0.1,
-    1e-3,
-)  # a width; shares of its cost beyond one row's, and of one row's, that count as seen
-_LEAST = 0.9  # of a narrow step's cost is the most that is taken off all
+_SLOPES = (0.1, 10.0)  # the least and the largest slope
+_WIDE = 64  # rows; what they cost beyond one row says how large a difference between steps is
+_SEEN = 0.1  # of that difference, as large as one that has been seen before the first step
+_TINY = 1e-3  # of one row's cost, so that a flat curve has a difference too
+_LEAST = 0.9  # of one row's cost: so much is taken off all costs at most
 _DELAYED = 1.5  # a step counts for at most this multiple of its expected time: something else ran meanwhile
 _UNLIKELY = 0.01  # a draft less likely to be right never pays for its row
 _WORTH = 1.02  # least gain over a step without drafts: the best of many estimates is usually too optimistic
@@ -78,12 +76,12 @@ class StepTimes:
         self._cost = cost
         # Mean cost and seconds of steps, by the number of binary digits of how many sequences they have.
         self._means: dict[int, tuple[float, float]] = {}
-        # Mean squares and products of differences, as if a slope of 1 had been seen.
+        # Mean squares and products of differences from these means, as if a slope of 1 had been seen.
         self._spread = self._together = (_SEEN * float(cost[_WIDE] - cost[1]) + _TINY * float(cost[1])) ** 2
 
     @property
     def slope(self) -> float:
-        """Seconds that a step takes for one of its measured cost."""
+        """Seconds that a wider step takes more, for each second that the measured cost says."""
         return min(max(self._together / self._spread, _SLOPES[0]), _SLOPES[1])
 
     def add(self, rows: int, seconds: float, sequences: int) -> None:
@@ -94,7 +92,9 @@ class StepTimes:
         expected = max(mean_s + self.slope * wider, 0.0)
         longer = min(seconds, _DELAYED * expected) - mean_s
         self._means[kind] = (mean_cost + _LEVEL_WEIGHT * wider, mean_s + _LEVEL_WEIGHT * longer)
-        forget = 1.0 - _SLOPE_WEIGHT * wider**2 / (wider**2 + self._spread)  # only what says something replaces
+        forget = 1.0 - _SLOPE_WEIGHT * wider**2 / (
+            wider**2 + self._spread
+        )  # steps of one width say nothing of the slope
         self._spread = forget * self._spread + _SLOPE_WEIGHT * wider**2
         self._together = forget * self._together + _SLOPE_WEIGHT * wider * longer
 

@@ -17,7 +17,8 @@ Weights become numbers of x's dtype in registers. FP8: 128 inputs are summed bef
 MXFP4, NVFP4: the scale multiplies each number, which is exact in bfloat16. A word of 16 bits holds four numbers in an
 order from which a shift and a mask make bfloat16, for two words at once (`_packed`).
 
-Many tokens may go through torch's grouped product instead, quantised weights in bfloat16 then (`choose_experts`).
+Many tokens may go through torch's grouped product instead where weights are in bfloat16 (`choose_experts`). With
+quantised weights it is slower: they would have to be written in bfloat16 first.
 
 Shapes: T tokens of width D, E experts of inner width I, k chosen by each token, P = T k pairs.
 """
@@ -34,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, pad
 
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.experts import Routing, route
@@ -72,9 +73,13 @@ class _ExpertTile:
 _MANY = _ExpertTile(128, 128, 64, 8)
 _TILES = ((8, _ExpertTile(16, 64, 128, 4)), (96, _ExpertTile(64, 128, 64, 8)), (_NEVER, _MANY))
 """By up to how many pairs an expert has in the mean."""
-# Of weights in 8 and 4 bits. With four warps these take four to nine times as long on Hopper.
-_PACKED_TILES = ((8, _ExpertTile(16, 128, 128, 8, 3)), (96, _ExpertTile(32, 256, 64, 8, 2)), (_NEVER, _MANY))
-_DEPTH = {"fp8": 128, "fp4": 256}  # the same in every tile, for it has a part in the order of the sum
+_DEPTH = 128  # of weights in 8 and 4 bits: the same in every tile, for it has a part in the order of the sum
+_PACKED_TILES = (
+    (8, _ExpertTile(16, 64, _DEPTH, 4)),
+    (32, _ExpertTile(32, 128, _DEPTH, 4)),
+    (_NEVER, _ExpertTile(64, 256, _DEPTH, 8, 3)),
+)
+"""The fastest on an H100, of weights in 8 and 4 bits."""
 _ROOM = 160 << 10  # bytes of shared memory for tiles in flight
 
 # ---- routing
@@ -300,21 +305,22 @@ def _inputs(at, real, depth, INPUTS: tl.constexpr, WHOLE: tl.constexpr, OPERAND:
 
 
 @triton.jit
-def _word_scales(scales, WIDE: tl.constexpr, BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _word_scales(stored, WIDE: tl.constexpr, BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales of words, times 2^62: [rows, groups] -> [rows, words]. Groups of 32 have e8m0's exponent, raised by
-    62, those of 16 have e4m3."""
+    62, those of 16 have e4m3. `stored` has four scales of which a group's is one."""
+    ROWS: tl.constexpr = stored.shape[0]
+    GROUPS: tl.constexpr = stored.shape[1]
+    scales = stored >> (8 * (tl.arange(0, GROUPS) % 4))[None, :]
     if WIDE == 32:
-        bits = scales.to(tl.int32) << 7
+        bits = (scales & 0xFF) << 7
     else:
-        bits = (scales.to(tl.int32) & 0x7F) << 4
+        bits = (scales & 0x7F) << 4
     if BFLOAT:
         values = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         values = _widened(bits)
     if WIDE == 16:
         values = values * 1.329227995784916e36 * 4611686018427387904.0  # 2^120 and 2^62
-    ROWS: tl.constexpr = scales.shape[0]
-    GROUPS: tl.constexpr = scales.shape[1]
     return tl.reshape(tl.broadcast_to(values[:, :, None], [ROWS, GROUPS, WIDE // 4]), [ROWS, GROUPS * WIDE // 4])
 
 
@@ -398,15 +404,17 @@ def _multiply(  # type: ignore[no-untyped-def]
         if FORM == "fp8":
             scales = scale + (expert.to(tl.int64) * tl.cdiv(OUTPUTS, HIGH) + output // HIGH) * tl.cdiv(INPUTS, WIDE)
         else:
-            scales = scale + line * (INPUTS // WIDE)
+            FOURS: tl.constexpr = (INPUTS // WIDE + 3) // 4
+            scales = scale + line * FOURS
         for start in tl.range(0, INPUTS, DEPTH):
             words = _columns(weight + line[:, None] * (INPUTS // EACH), start // EACH + word, INPUTS // EACH, WHOLE)
             numbers = _numbers(words, FORM)
             if FORM == "fp8":
                 factor, part = 1.329227995784916e36, tl.zeros([ROWS, PAIRS], tl.float32)  # 2^120
             else:
-                group = start // WIDE + tl.arange(0, DEPTH // WIDE)
-                stored = _columns(scales[:, None], group, INPUTS // WIDE, WHOLE)
+                # Every group reads four scales: only copies of at least 4 bytes can run ahead of their use.
+                four = start // (4 * WIDE) + tl.arange(0, DEPTH // WIDE) // 4
+                stored = _columns(scales[:, None], four, FOURS, WHOLE)
                 factor, part = _word_scales(stored, WIDE, BFLOAT), total
             for k in tl.static_range(EACH):
                 if BFLOAT:
@@ -441,46 +449,6 @@ def _multiply(  # type: ignore[no-untyped-def]
         y.to(out.dtype.element_ty),
         mask=real[None, :] & (column < WIDTH)[:, None],
     )
-
-
-@triton.jit
-def _dequantise(  # type: ignore[no-untyped-def]
-    weight,
-    scale,
-    global_scale,
-    out,  # [E, outputs, inputs]
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    FORM: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-):
-    """A part of one row."""
-    EACH: tl.constexpr = 2 if FORM == "fp8" else 4
-    RUN: tl.constexpr = 8 if FORM == "fp8" else WIDE // 4
-    line = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    there = word < INPUTS // EACH
-    numbers = _numbers(tl.load(weight + line * (INPUTS // EACH) + word, mask=there, other=0), FORM)
-    first = word // RUN * (RUN * EACH) + word % RUN  # all numbers of a word have one scale
-    # 2^120; or 2^64, where the scale is 2^62 too large
-    SHIFT: tl.constexpr = 1.329227995784916e36 if FORM == "fp8" else 18446744073709551616.0
-    if FORM == "fp8":
-        block = line // OUTPUTS * tl.cdiv(OUTPUTS, HIGH) + line % OUTPUTS // HIGH
-        factor = tl.load(scale + block * tl.cdiv(INPUTS, WIDE) + first // WIDE, mask=there, other=0.0)
-    else:
-        stored = tl.load(scale + line * (INPUTS // WIDE) + first // WIDE, mask=there, other=0)
-        if WIDE == 32:
-            factor = _widened(stored.to(tl.int32) << 7)
-        else:
-            factor = _widened((stored.to(tl.int32) & 0x7F) << 4) * 1.329227995784916e36 * 4611686018427387904.0
-    if GLOBAL:
-        factor *= tl.load(global_scale + line)
-    for k in tl.static_range(EACH):
-        value = numbers[k].to(tl.float32) * SHIFT * factor
-        tl.store(out + line * INPUTS + first + RUN * k, value.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -533,40 +501,18 @@ class _Matrices:
             sizes, (high, wide) = (experts, outputs, inputs), weight.block
             scales = weight.scales.contiguous()
             further = (weight.block, None if weight.global_scale is None else weight.global_scale.contiguous())
-            if weight.numbers == "e4m3" and not inputs % 16 and (wide >= inputs or not wide % _DEPTH["fp8"]):
+            if weight.numbers == "e4m3" and not inputs % 16 and (wide >= inputs or not wide % _DEPTH):
                 return _Matrices("fp8", *sizes, _paired(weight.codes), scales.float(), *further)
             if weight.numbers == "e2m1" and high == 1 and not inputs % wide:
                 if (wide, scales.dtype) == (32, E8M0):
-                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), _raised(scales), *further)
+                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), _fours(_raised(scales)), *further)
                 if (wide, scales.dtype) == (16, FP8):
-                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), scales.view(torch.uint8), *further)
+                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), _fours(scales), *further)
             log.info("experts with %s in blocks of %s become bfloat16", weight.numbers, weight.block)
             weight = weight.dequantized(torch.bfloat16)
         if not weight.is_contiguous():
             raise ValueError(f"experts with strides {weight.stride()}")
         return _Matrices("plain", experts, outputs, inputs, weight, weight)
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[experts, outputs, inputs]: a new tensor, where the weights are not plain."""
-        if self.form == "plain":
-            return self.weight
-        out = torch.empty(self.experts, self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
-        words = self.weight.shape[-1]
-        _dequantise[(self.experts * self.outputs, triton.cdiv(words, _SCANNED))](
-            self.weight,
-            self.scale,
-            self.scale if self.global_scale is None else self.global_scale,
-            out,
-            INPUTS=self.inputs,
-            OUTPUTS=self.outputs,
-            WORDS=min(_SCANNED, triton.next_power_of_2(words)),
-            FORM=self.form,
-            HIGH=self.block[0],
-            WIDE=self.block[1],
-            GLOBAL=self.global_scale is not None,
-            num_warps=4,
-        )
-        return out
 
 
 def _paired(codes: Tensor) -> Tensor:
@@ -591,6 +537,11 @@ def _packed(codes: Tensor, wide: int) -> Tensor:
         word += (sign[0] << 15) + (sign[1] << 12) + (sign[2] << 9) + (sign[3] << 14)
         into.copy_(word.flatten(1))
     return words
+
+
+def _fours(scales: Tensor) -> Tensor:
+    """Bytes [E, out, groups] as words of four, with zeros at the end."""
+    return pad(scales.view(torch.uint8), (0, -scales.shape[-1] % 4)).view(torch.int32)
 
 
 def _raised(scales: Tensor) -> Tensor:
@@ -636,15 +587,13 @@ class GpuExperts:
         """Whether torch's grouped product can multiply. On GPUs before Hopper it waits for the device."""
         both, device = (self._gate_up, self._down), self._down.weight.device
         able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-        return able and all(
-            (each.form != "plain" or each.weight.dtype == torch.bfloat16) and not each.inputs % 8 for each in both
-        )
+        return able and all(each.weight.dtype == torch.bfloat16 and not each.inputs % 8 for each in both)
 
     @property
     def size(self) -> tuple[object, ...]:
         """What products of layers have in common that take the same time."""
         both = (self._gate_up, self._down)
-        return (self._activation, *((each.form, each.experts, each.outputs, each.inputs) for each in both))
+        return (self._activation, *(each.weight.shape for each in both))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, plus: Tensor | None = None) -> Tensor:
         """x [T, D], chosen and weights [T, k] -> [T, D] in x's dtype; `plus` [T, D] is added.
@@ -660,8 +609,7 @@ class GpuExperts:
         if not tokens:
             return out
         chosen, weights = chosen.contiguous(), weights.contiguous()
-        grouped = tokens >= self.grouped_from and x.dtype == torch.bfloat16
-        y = (self._grouped if grouped else self._tiled)(x, chosen, weights)
+        y = (self._grouped if tokens >= self.grouped_from else self._tiled)(x, chosen, weights)
         _sum[(tokens, triton.cdiv(width, _SCANNED))](
             y,
             chosen,
@@ -703,8 +651,7 @@ class GpuExperts:
         activation: Activation | Literal[""],
     ) -> None:
         exact, plain = x.dtype == torch.float32, matrices.form == "plain"
-        depth = tile.depth if plain else _DEPTH[matrices.form]
-        in_flight = depth * (tile.rows * (x.itemsize if plain else 1) + tile.pairs * x.itemsize)
+        in_flight = tile.depth * (tile.rows * (x.itemsize if plain else 1) + tile.pairs * x.itemsize)
         _multiply[(triton.cdiv(matrices.outputs, tile.rows), order.most)](
             x,
             matrices.weight,
@@ -723,7 +670,7 @@ class GpuExperts:
             OUTPUTS=matrices.outputs,
             PAIRS=tile.pairs,
             ROWS=tile.rows,
-            DEPTH=depth,
+            DEPTH=tile.depth,
             FORM=matrices.form,
             HIGH=matrices.block[0],
             WIDE=matrices.block[1],
@@ -743,7 +690,7 @@ class GpuExperts:
         expert = chosen.flatten()[order]
 
         def product(rows: Tensor, matrices: _Matrices, bias: Tensor | None) -> Tensor:
-            y = grouped_mm(rows, matrices.dequantised(rows.dtype).mT, offs=ends)
+            y = grouped_mm(rows, matrices.weight.mT, offs=ends)
             return y if bias is None else y + bias[expert]
 
         both = product(x[order // chosen.shape[1]], self._gate_up, self._biases[0])

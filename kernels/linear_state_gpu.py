@@ -35,7 +35,7 @@ from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeigh
 
 SHORT = 32  # tokens that go one by one at most
 _CHUNK = 32  # C; tiles of 64 rows take Hopper's wide instructions, with which Triton 3.6 compiles `_scan` wrongly
-_COLUMNS = 16  # of a state, in one program that goes token by token
+_COLUMNS = {"delta": 32, "mamba2": 16}  # of a state, in one program that goes token by token
 _SCANNED = 32  # the same in chunks
 _CHANNELS = 512  # of the convolution's inputs in one program
 _LANES = 256  # sequences or marks that a program looks through at a time
@@ -554,7 +554,7 @@ def _recur_gpu(
     taps = (weights.conv.T, weights.bias)  # [K, C], as it lies in memory
     order = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
     marks, longest = len(batch.marks), tokens if batch.longest is None else min(batch.longest, tokens)
-    columns = min(_COLUMNS, shape.value_dim)
+    columns = min(_COLUMNS[shape.rule], shape.value_dim)
     _recur[(shape.value_heads * (shape.value_dim // columns), sequences)](
         inputs,
         taps,

@@ -74,6 +74,8 @@ class Labels:
 
         A piece has the tag of most of its tokens.
         """
+        if not self.ends or start >= self.ends[-1]:
+            return [(end, self.rest)]
         pieces: list[tuple[int, Label]] = []
         tags: list[dict[str, int]] = []
         begun = start

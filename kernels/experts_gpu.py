@@ -59,8 +59,8 @@ _MOST_CHOSEN, _MOST_EXPERTS = 16, 1024  # that `route_gpu` takes
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTile:
-    """A program's share: pairs, rows of weights (a gate's and an up's in turn), and plain inputs at a time; tiles in
-    flight, as far as there is room.
+    """A program's share: pairs, rows of weights (a gate's and an up's in turn), and inputs at a time; tiles in flight,
+    as far as there is room.
     """
 
     pairs: int

@@ -35,7 +35,8 @@ from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeigh
 
 SHORT = 32  # tokens that go one by one at most
 _CHUNK = 32  # C; tiles of 64 rows take Hopper's wide instructions, with which Triton 3.6 compiles `_scan` wrongly
-_COLUMNS = {"delta": 32, "mamba2": 16}  # of a state, in one program that goes token by token
+# Of a state, in one program that goes token by token. Mamba-2 was timed with 16 only.
+_COLUMNS = {"delta": 32, "mamba2": 16}
 _SCANNED = 32  # the same in chunks
 _CHANNELS = 512  # of the convolution's inputs in one program
 _LANES = 256  # sequences or marks that a program looks through at a time

@@ -92,9 +92,8 @@ class StepTimes:
         expected = max(mean_s + self.slope * wider, 0.0)
         longer = min(seconds, _DELAYED * expected) - mean_s
         self._means[kind] = (mean_cost + _LEVEL_WEIGHT * wider, mean_s + _LEVEL_WEIGHT * longer)
-        forget = 1.0 - _SLOPE_WEIGHT * wider**2 / (
-            wider**2 + self._spread
-        )  # steps of one width say nothing of the slope
+        # Steps of one width say nothing of the slope, so they make nothing forgotten.
+        forget = 1.0 - _SLOPE_WEIGHT * wider**2 / (wider**2 + self._spread)
         self._spread = forget * self._spread + _SLOPE_WEIGHT * wider**2
         self._together = forget * self._together + _SLOPE_WEIGHT * wider * longer
 

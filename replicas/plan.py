@@ -53,17 +53,14 @@ class Draw:
     seen: TokenCounts | None = None  # of all tokens before the drafts; only where the repetition penalty needs them
     least: int = 0  # before this absolute position none of `sampling.ends` is drawn
     bare: bool = field(init=False)  # it takes the likeliest tokens by the model's own logits, and nothing else
+    plain: bool = field(init=False)  # it draws one token, and the next step can be planned without knowing that token
 
     def __post_init__(self) -> None:
         sampling = self.sampling
         edits = sampling.temperature > 0 or sampling.logit_bias or sampling.logprobs is not None or self.least
-        bare = not edits and self.counts is None and self.masks is None and self.seen is None
-        object.__setattr__(self, "bare", bare)
-
-    @property
-    def plain(self) -> bool:
-        """Whether it draws one token, and the next step can be planned without knowing that token."""
-        return self.drafts == 0 and self.counts is None and self.masks is None and self.seen is None
+        free = self.counts is None and self.masks is None and self.seen is None
+        object.__setattr__(self, "bare", free and not edits)
+        object.__setattr__(self, "plain", free and self.drafts == 0)
 
 
 @record

@@ -210,17 +210,17 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens that have no KV yet, and are not getting it in the step in flight."""
-        return self.length + (self.awaited is not None) - self.n_computed - self.in_flight
+        return self.planned_length - self.n_computed - self.in_flight
 
     @property
     def decoding(self) -> bool:
-        end = self.length + (self.awaited is not None)
+        end = self.length if self.awaited is None else self.length + 1
         return end - self.n_computed - self.in_flight == 1 and end > self.n_prompt
 
     @property
     def planned_length(self) -> int:
         """Its length once the step in flight is over; without one, its length."""
-        return self.length + (self.awaited is not None)
+        return self.length if self.awaited is None else self.length + 1
 
     @property
     def closing(self) -> bool:

@@ -343,11 +343,12 @@ class KVCache:
         holding = Holding(
             scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
         )
-        holding.state = state
-        if (window := holding.window) is not None:
-            copies += window.copies
-        if reuse and state is not None:
-            holding.mark(self.tree.walk(root, tokens[:-1]).length)
+        if state is not None:
+            holding.state = state
+            if (window := holding.window) is not None:
+                copies += window.copies
+            if reuse:
+                holding.mark(self.tree.walk(root, tokens[:-1]).length)
         self._live.add(holding)
         return Acquired(holding, copies)
 
@@ -360,8 +361,8 @@ class KVCache:
         _expect(self, holding)
         first = holding.n_pages
         missing = self.pool.pages_for(n_tokens) - first
-        windows, own = self.windows, holding.window
-        if window and windows is not None and own is not None and not windows.grow(own, first + max(missing, 0)):
+        own = holding.window if window and self.windows is not None else None
+        if self.windows is not None and own is not None and not self.windows.grow(own, first + max(missing, 0)):
             return None
         if missing <= 0:
             return NO_PAGES
@@ -557,8 +558,8 @@ class KVCache:
 
     def _end_state(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
         """Give the checkpoints of a holding that ends to the nodes at their ends among `tokens`, and the rest back."""
-        state, holding.state = holding.state, None
-        if self.states is not None and state is not None:
+        if self.states is not None and (state := holding.state) is not None:
+            holding.state = None
             if tokens is not None and holding.scope is not None:
                 self.states.keep(state, holding.node.root, tokens, n_computed, last=True)
             self.states.end(state)

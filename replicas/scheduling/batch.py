@@ -123,7 +123,7 @@ class StepBuilder:
         tokens, draw, following = buffer[start:end], None, 0  # a view of tokens that never change any more
         if end > length:  # the step in flight draws the last one; the runner puts it there
             tokens = np.append(tokens[:-1], np.int32(0))
-        if end == length + (awaited is not None) and end < len(buffer):
+        if end == (length if awaited is None else length + 1) and end < len(buffer):
             n_drafts = len(drafts)
             draw = sequence.draws.get(n_drafts) or _draw(sequence, drafts)
             if n_drafts:  # behind the sequence's tokens, where commit writes what the step draws

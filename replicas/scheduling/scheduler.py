@@ -217,7 +217,7 @@ class Scheduler:
         return preempted
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        drafts, end = self.drafts.propose(sequence), sequence.length + (sequence.awaited is not None)
+        drafts, end = self.drafts.propose(sequence), sequence.planned_length
         if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
@@ -245,9 +245,8 @@ class Scheduler:
             return
         for sequence in self._running.part(decoding=True):
             if sequence.preempted and sequence not in builder.sequences:
-                end = sequence.length + (sequence.awaited is not None)
                 try:
-                    if self._running.grow(builder, sequence, end):
+                    if self._running.grow(builder, sequence, sequence.planned_length):
                         builder.compute(sequence, 1)
                 except Exception as failure:
                     self.terminator.fault(builder, sequence, failure, now)

@@ -214,7 +214,6 @@ class Exchange:
     failure: Failure | None = None
     detail: str = ""
     cache: str = ""  # the response cache, as the server reports it
-    replica: str = ""  # the replica that answered, as the server reports it
 
     @property
     def said(self) -> Said | None:
@@ -325,7 +324,6 @@ class ChatClient:
         ) as response:
             connection.reused = False  # from here on, nothing is sent again
             exchange.cache = response.headers.get("x-holdfast-cache", "")
-            exchange.replica = response.headers.get("x-holdfast-replica", "")
             answer.marked = bool(exchange.cache)
             if response.status != 200:
                 body = await response.content.read(_SHOWN)

@@ -265,10 +265,6 @@ class Placement:
         most = self._weights.patience_s
         return min(most, request.held * load.seconds_per_token) if load and load.seconds_per_token else most
 
-    def turns(self, replica_id: str) -> int:
-        """Turns that a replica has in hand."""
-        return self._loads[replica_id].turns
-
     @property
     def balance(self) -> float:
         """Turns in hand of the busiest replica over the mean; 1 where there is nothing to do."""

@@ -1,7 +1,6 @@
 """`holdfast simulate` and its scenarios, from arguments to tables and files."""
 
 import json
-import math
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from holdfast.cluster.cli import MISUSE, main
 from holdfast.loadgen.simulator import scenarios
-from holdfast.loadgen.simulator.choosing import measure
 from holdfast.loadgen.simulator.cli import ABOUT
 from holdfast.loadgen.simulator.commands import play
 from holdfast.loadgen.simulator.machines import profile
@@ -145,7 +143,7 @@ def test_jains_index_is_one_for_equal_shares_and_does_not_depend_on_the_unit(val
     assert jain([values[0], *[0.0] * (len(values) - 1)]) == pytest.approx(1 / len(values))
 
 
-# ---- states, and a router's choices ----
+# ---- states ----
 
 
 def test_ends_of_turns_are_hit_more_often_than_fixed_intervals() -> None:
@@ -154,9 +152,3 @@ def test_ends_of_turns_are_hit_more_often_than_fixed_intervals() -> None:
     assert ours["evicted"] > 0
     assert ours["hits"] > 0.9 > interval["hits"] > none["hits"] == 0.0
     assert ours["mean_s"] < interval["mean_s"] < none["mean_s"]
-
-
-def test_every_kind_of_choice_is_measured() -> None:
-    costs = measure(replicas=5, turns=20)
-    assert len(costs) == 4
-    assert all(0 < each < math.inf for each in costs)

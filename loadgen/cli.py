@@ -18,11 +18,6 @@ BENCHMARKS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         "Measure goodput and refusals at multiples of a server's capacity, with and without request deadlines.",
         "overload.main", (of.Overload,),
     ),
-    "generator": (
-        "Measure what the load generator itself costs, and how well it keeps a schedule, against a server that only "
-        "waits.",
-        "generator.main", (of.Generated,),
-    ),
     "orchestrator": (
         "Measure what the orchestrator gains: runs whose tools begin as calls close, whose prompts are sent ahead, "
         "both, and neither. Starts a server.",

@@ -296,26 +296,6 @@ class Overload:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """A load for the generator itself, and how the stub answers. Raises ConfigError."""
-
-    rate: float = option("requests a second", 500.0)
-    seconds: float = option("seconds of the run", 10.0)
-    first_s: float = option("seconds to a first token", 0.05)
-    token_s: float = option("seconds to each further token", 0.01)
-    tokens: int = option("tokens of every answer", 4)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        above_zero("rate seconds tokens", self)
-        at_least(0, "first_s token_s", self)
-
-    @property
-    def requests(self) -> int:
-        return max(2, round(self.rate * self.seconds))
-
-
-@dataclass(frozen=True, slots=True)
 class Orchestrated:
     """Runs of the orchestrator in each way. Raises ConfigError."""
 

@@ -22,7 +22,7 @@ NOVEL = ("agents", "bugfix", "webapp", "burst", "concurrency")
 PAUSE_S = 1.5
 """Seconds before a server begins after another one: vLLM looks for more work in a busy loop for a second."""
 MAX_TOKENS = 128
-FORMATS = "mooncake_trace, multi_turn, openai, vllm or mini-swe-agent"
+FORMATS = "mooncake_trace, openai or mini-swe-agent"
 _PAUSE = "seconds before a server begins after another one, which may be busy for a while"
 _FORCED = "histories hold the scripted answers, the same everywhere"
 _SEED = "another seed draws other texts (default: 0)"

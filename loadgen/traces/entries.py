@@ -228,7 +228,7 @@ def program_in(entry: Entry | None) -> tuple[str, tuple[Json, ...]]:
 
 
 def turn_in(entry: Entry, extension: Entry | None) -> Json:
-    """The fields of a turn that both of aiperf's formats have: limit, moment, pause, and output."""
+    """The fields of a turn beside its prompt: limit, moment, pause, and output."""
     length = entry.count("output_length")
     inner = None if extension is None else extension.inner("output")
     output = Output(tokens=length)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.loadgen.options import Conversion
 from holdfast.loadgen.program import Json
-from holdfast.loadgen.traces import logs, mooncake, multi_turn
+from holdfast.loadgen.traces import logs, mooncake
 from holdfast.loadgen.traces.entries import Reading
 from holdfast.replicas.errors import ConfigError
 
@@ -17,17 +17,13 @@ class Format(StrEnum):
     """A file format of traces."""
 
     MOONCAKE = "mooncake_trace"  # aiperf's, and Mooncake's own traces
-    MULTI_TURN = "multi_turn"  # aiperf's
     OPENAI = "openai"  # logs of OpenAI messages
-    VLLM = "vllm"  # vLLM's multi-turn benchmark
     MINI_SWE = "mini-swe-agent"
 
 
 READERS: dict[Format, Callable[[Path], Reading]] = {
     Format.MOONCAKE: mooncake.read,
-    Format.MULTI_TURN: multi_turn.read,
     Format.OPENAI: logs.read_openai,
-    Format.VLLM: logs.read_vllm,
     Format.MINI_SWE: logs.read_mini_swe,
 }
 

@@ -1,4 +1,4 @@
-"""Conversations as lists of messages: agents' logs, vLLM's multi-turn benchmark, mini-swe-agent's trajectories.
+"""Conversations as lists of messages: agents' logs and mini-swe-agent's trajectories.
 
 Messages are reduced to what an OpenAI client sends; frameworks keep notes of their own in them. A program has a turn
 for every message of the assistant.
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.program import Json, Messages, Output, Program, Turn
+from holdfast.loadgen.program import Json, Output, Program, Turn
 from holdfast.loadgen.traces.entries import Entry, Reading, document, function_of, lines, required
 from holdfast.replicas.errors import ConfigError
 
@@ -42,20 +42,6 @@ def clean(entry: Entry) -> Json:
         if value is not None:
             message[name] = value
     return message
-
-
-def turns_of(messages: Sequence[Json], tools: tuple[Json, ...], ask_last: bool = False) -> tuple[list[Turn], Messages]:
-    """One turn for each message of the assistant, and what follows the last; with ``ask_last`` that is a turn too."""
-    turns: list[Turn] = []
-    start = 0
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            turns.append(Turn(tuple(messages[start:place]), tools=tools, output=Output(answer=message)))
-            start = place + 1
-    remaining = tuple(messages[start:])
-    if ask_last and remaining:
-        return [*turns, Turn(remaining, tools=tools)], ()
-    return turns, remaining
 
 
 def _content(entry: Entry) -> str | list[Json] | None:
@@ -88,21 +74,18 @@ def read_openai(path: Path, tools: tuple[Json, ...] = ()) -> Reading:
 
     Messages after the last of the assistant close the program. Raises ConfigError that names line and field.
     """
-    return _reading(lines(path), path, tools, ask_last=False)
-
-
-def read_vllm(path: Path) -> Reading:
-    """The conversations of vLLM's `benchmark_serving_multi_turn`: one JSON list of objects with `id` and `messages`.
-
-    A message of the user that nobody answered is asked too, as that benchmark does. Raises ConfigError.
-    """
-    entries = document(path)
-    if isinstance(entries, dict) and "filetype" in entries:
-        raise ConfigError(f"{path} says how conversations are generated; wanted are the conversations", "trace")
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path} is not a list of conversations", "trace")
-    items = (Entry(entry, f"{path}, conversation {number}") for number, entry in enumerate(entries, 1))
-    return _reading(items, path, (), ask_last=True)
+    programs: dict[str, Program] = {}
+    left_out: Counter[str] = Counter()
+    for number, entry in enumerate(lines(path), 1):
+        name = entry.text("id") or f"{path.stem}-{number}"
+        if name in programs:
+            raise entry.error("id", f"there are two conversations {name!r}")
+        own = entry.objects("tools")
+        programs[name] = _program(name, entry, _messages(entry), tools if own is None else own)
+        left_out += entry.unread()
+    if not programs:
+        raise ConfigError(f"{path} has no conversation", "trace")
+    return Reading(tuple(programs.values()), len(programs), left_out)
 
 
 def read_tools(path: Path) -> tuple[Json, ...]:
@@ -110,29 +93,26 @@ def read_tools(path: Path) -> tuple[Json, ...]:
     return Entry({"tools": document(path)}, str(path)).objects("tools") or ()
 
 
-def _reading(entries: Iterable[Entry], path: Path, tools: tuple[Json, ...], ask_last: bool) -> Reading:
-    programs: dict[str, Program] = {}
-    left_out: Counter[str] = Counter()
-    for number, entry in enumerate(entries, 1):
-        name = entry.text("id") or f"{path.stem}-{number}"
-        if name in programs:
-            raise entry.error("id", f"there are two conversations {name!r}")
-        programs[name] = _program(entry, name, tools, ask_last)
-        left_out += entry.unread()
-    if not programs:
-        raise ConfigError(f"{path} has no conversation", "trace")
-    return Reading(tuple(programs.values()), len(programs), left_out)
-
-
-def _program(entry: Entry, name: str, tools: tuple[Json, ...], ask_last: bool) -> Program:
+def _messages(entry: Entry) -> list[Entry]:
     messages = entry.inners("messages")
     if not messages:
         raise entry.error("messages", "must be a list that is not empty")
-    own = entry.objects("tools")
-    turns, closing = turns_of([clean(message) for message in messages], tools if own is None else own, ask_last)
+    return messages
+
+
+def _program(name: str, entry: Entry, messages: Sequence[Entry], tools: tuple[Json, ...]) -> Program:
+    """A turn for each message of the assistant; what follows the last one closes the program. Raises ConfigError."""
+    turns: list[Turn] = []
+    prompt: list[Json] = []
+    for message in map(clean, messages):
+        if message["role"] == "assistant":
+            turns.append(Turn(tuple(prompt), tools=tools, output=Output(answer=message)))
+            prompt = []
+        else:
+            prompt.append(message)
     if not turns:
         raise entry.error("messages", "the assistant says nothing")
-    return Program(name, tuple(turns), closing=closing)
+    return Program(name, tuple(turns), closing=tuple(prompt))
 
 
 # ---- mini-swe-agent ----
@@ -176,42 +156,39 @@ def read_mini_swe(path: Path) -> Reading:
 def _trajectory(entry: Entry, name: str, left_out: Counter[str]) -> Program:
     for note in _NOTES:
         entry.raw(note)
-    entries = entry.inners("messages")
-    if not entries:
-        raise entry.error("messages", "must be a list that is not empty")
+    entries = _messages(entry)
     spoken = [message for message in entries if message.text("role") != "exit"]
     notes = [message.object("extra") or {} for message in spoken]
-    messages = [clean(message) for message in spoken]
-    tools = (BASH,) if any("tool_calls" in message for message in messages) else ()
-    turns, closing = turns_of(messages, tools)
-    if not turns:
-        raise entry.error("messages", "the assistant says nothing")
+    program = _program(name, entry, spoken, ())
+    calls = any("tool_calls" in (turn.output.answer or {}) for turn in program.turns)
     unread = entry.unread()
     for end in (message for message in entries if message not in spoken):
         # The agent's own mark at the end was not sent to the model.
         unread = unread - end.unread() + Counter({"messages.exit": 1})
     left_out += unread + Counter({BROKEN: sum(_broken(note) for note in notes)})
-    return Program(name, _timed(turns, messages, notes), closing=closing)
+    return replace(program, turns=_timed(program.turns, (BASH,) if calls else (), spoken, notes))
 
 
 def _broken(note: Json) -> bool:
     return note.get("interrupt_type") == "FormatError" and "response" in note
 
 
-def _timed(turns: Sequence[Turn], messages: Sequence[Json], notes: Sequence[Json]) -> tuple[Turn, ...]:
-    """The turns with times and usage. Replies and results of commands carry the moment they came at, in seconds."""
+def _timed(
+    turns: Sequence[Turn], tools: tuple[Json, ...], messages: Sequence[Entry], notes: Sequence[Json]
+) -> tuple[Turn, ...]:
+    """The turns with tools, times and usage. Replies and results carry the moment at which they came, in seconds."""
     timed: list[Turn] = []
     replied = ready = None  # when the last reply came, and the last result since
     broken = False  # whether the time since then holds another request
     remaining = iter(turns)
     for message, note in zip(messages, notes, strict=True):
         moment = _number(note.get("timestamp"))
-        if message["role"] != "assistant":
+        if message.data["role"] != "assistant":
             ready, broken = ready if moment is None else moment, broken or _broken(note)
             continue
         turn = next(remaining)
         output = replace(_usage(turn, note), latency_ms=None if broken else _between(ready, moment))
-        timed.append(replace(turn, delay_ms=_between(replied, ready), output=output))
+        timed.append(replace(turn, tools=tools, delay_ms=_between(replied, ready), output=output))
         replied, ready, broken = moment, None, False
     return tuple(timed)
 

@@ -53,7 +53,7 @@ def test_a_trace_is_converted_and_what_was_read_is_said(tmp_path: Path, capsys: 
     assert "1 programs, 1 turns, 1 answers" in capsys.readouterr().out
     assert json.loads(trace.read_text())["messages"] == messages[:1]
     assert holdfast([*words.split(), "csv"]) == 2
-    assert "multi_turn" in capsys.readouterr().err
+    assert "mini-swe-agent" in capsys.readouterr().err
 
 
 def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path) -> None:

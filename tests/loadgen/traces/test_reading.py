@@ -42,20 +42,6 @@ def test_mooncake_lines_of_every_kind() -> None:
     )
 
 
-def test_multi_turn_lines() -> None:
-    reading = read(SAMPLES / "texts.jsonl", Format.MULTI_TURN)
-    talk, parts = reading.programs
-    assert talk.id == "a"
-    assert talk.turns == (
-        Turn(({"role": "system", "content": "Be brief."}, user("One?")), at_ms=0, output=Output(tokens=2)),
-        Turn((user("Two?"),), tools=(WEIGH,), sampling={"top_p": 0.5}, delay_ms=1000),
-        Turn((user("Three?"),)),
-    )
-    several = [{"type": "text", "text": "Who"}, {"type": "text", "text": "are you?"}]
-    assert parts.turns == (Turn(({"role": "user", "content": several},)), Turn((user("Only one"),)))
-    assert (reading.records, dict(reading.left_out)) == (3, {"turns.note": 1})
-
-
 def test_a_log_of_messages() -> None:
     reading = read(SAMPLES / "log.jsonl", Format.OPENAI, tools=(TOOL,))
     desk, hello = reading.programs
@@ -67,15 +53,6 @@ def test_a_log_of_messages() -> None:
     assert [tool["function"]["name"] for tool in desk.turns[1].tools] == ["open_ticket"]
     assert hello.turns == (Turn((user("Hi.\u2028Anyone there?"),), tools=(TOOL,), output=Output(says("Yes."))),)
     assert dict(reading.left_out) == {"score": 1, "messages.cost": 1}
-
-
-def test_conversations_of_vllm() -> None:
-    answered, open_ended = read(SAMPLES / "conversations.json", Format.VLLM).programs
-    assert [turn.output.answer for turn in answered.turns] == [says("The Elbe."), says("The Ebro.")]
-    assert open_ended.turns == (
-        Turn((user("Name a lake."),), output=Output(says("Lake Garda."))),
-        Turn((user("Another?"),)),
-    )
 
 
 def test_a_trajectory_with_calls() -> None:
@@ -131,13 +108,9 @@ WRONG = [
     (Format.MOONCAKE, '{"session_id":"s","text_input":"a"}', "of another kind"),
     (Format.MOONCAKE, '{"text_input":"a","holdfast":{"output":{"tokens":"9"}}}', "field 'holdfast.output.tokens'"),
     (Format.MOONCAKE, '{"text_input":"a","holdfast":{"output":{"answer":{"role":"a"}}}}', "'holdfast.output.answer'"),
-    (Format.MULTI_TURN, '{"session_id":"s"}', "line 2, field 'turns'"),
-    (Format.MULTI_TURN, '{"turns":[{"text":"a"},{"text":"b","image":"x"}]}', "field 'turns.1.image'"),
-    (Format.MULTI_TURN, '{"turns":[{"text":"a","timestamp":1,"delay":2}]}', "field 'turns.0.delay'"),
-    (Format.MULTI_TURN, '{"turns":[{"text":"3","role":"tool"}]}', "field 'turns.0.role'"),
-    (Format.MULTI_TURN, '{"turns":[{"role":"user"}]}', "field 'turns.0.text'"),
-    (Format.MULTI_TURN, '{"turns":[{"texts":[1]}]}', "field 'turns.0.texts'"),
     (Format.OPENAI, '{"messages":[{"role":"user","content":"a"}]}', "field 'messages': the assistant says nothing"),
+    (Format.OPENAI, '{"messages":[]}', "line 2, field 'messages'"),
+    (Format.OPENAI, '{"id":"bad-1","messages":[{"role":"assistant","content":"a"}]}', "line 2, field 'id'"),
     (Format.OPENAI, '{"messages":[{"role":"bot","content":"a"}]}', "field 'messages.0.role'"),
     (Format.OPENAI, '{"messages":[{"role":"assistant"}]}', "field 'messages.0.content'"),
     (Format.OPENAI, '{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', "'messages.0.content.0.type'"),
@@ -145,7 +118,6 @@ WRONG = [
 ]
 GOOD = {
     Format.MOONCAKE: '{"session_id":"s","messages":[{"role":"user","content":"a"}]}',
-    Format.MULTI_TURN: '{"turns":[{"text":"a"}]}',
     Format.OPENAI: '{"messages":[{"role":"assistant","content":"a"}]}',
 }
 
@@ -161,10 +133,6 @@ def test_errors_name_file_line_and_field(tmp_path: Path, form: Format, line: str
 
 
 DOCUMENTS = [
-    (Format.VLLM, {"filetype": "generate_conversations"}, "how conversations are generated"),
-    (Format.VLLM, [{"id": "a", "messages": []}], "conversation 1, field 'messages'"),
-    (Format.VLLM, [{"id": "a", "messages": [says("x")]}] * 2, "conversation 2, field 'id'"),
-    (Format.VLLM, [], "has no conversation"),
     (Format.MINI_SWE, {"messages": [{"role": "user", "content": "a"}]}, "the assistant says nothing"),
     (Format.MINI_SWE, "text", "must be an object"),
 ]
@@ -189,7 +157,7 @@ def test_missing_and_empty_files_are_errors(tmp_path: Path, form: Format) -> Non
 
 def test_tools_are_for_logs_only() -> None:
     with pytest.raises(ConfigError, match="tools go with"):
-        read(SAMPLES / "texts.jsonl", Format.MULTI_TURN, tools=(TOOL,))
+        read(SAMPLES / "requests.jsonl", Format.MOONCAKE, tools=(TOOL,))
 
 
 def test_a_trace_can_begin_at_zero() -> None:

@@ -37,7 +37,6 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "simulate-placement",
         "simulate-orchestrator",
         "simulate-tenants",
-        "simulate-overload",
         "simulate-states",
         "inflate",
     ),

@@ -16,7 +16,6 @@ ABOUT = {
     "served, and what one with very many programs does to the others.",
     "simulate-orchestrator": "Simulate agents with an orchestrator: what prompts sent ahead, tools that begin as calls "
     "close, and tags of cells are worth, one after another.",
-    "simulate-overload": "Simulate overload: goodput and refusals by load, with and without request deadlines.",
     "simulate-states": "Simulate where a cache keeps recurrent states, for programs whose states do not fit.",
 }
 COMMON: Options = {
@@ -77,16 +76,6 @@ OWN: dict[str, Options] = {
         "--rates": {"type": numbers, "default": (), "metavar": "R,R,..", "help": "further rates, for FTR against load "
                     "(default: none)"},
         "--tools": {"type": float, "default": 1.0, "help": "multiply the tools' seconds"},
-    },
-    "simulate-overload": {
-        "--loads": {"type": numbers, "default": (0.5, 0.8, 1.0, 1.5, 2.0, 3.0), "metavar": "X,X,..",
-                    "help": "multiples of the capacity"},
-        "--deadline": {"type": float, "default": 40.0, "help": "mean seconds; from half to one and a half"},
-        "--seconds": {"type": float, "default": 300.0, "help": "seconds of each run"},
-        "--prompt": {"type": int, "default": 2000, "help": "mean tokens of prompts"},
-        "--reply": {"type": int, "default": 250, "help": "mean tokens of replies"},
-        "--sequences": {"type": int, "default": 64, "help": "engine.max_sequences"},
-        "--batch": {"type": float, "default": 0.0, "help": "share of the requests of the class batch"},
     },
     "simulate-states": {
         "--workload": {"default": "swe", "help": "as for simulate"},

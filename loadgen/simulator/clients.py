@@ -1,37 +1,33 @@
-"""Clients that are more than a sequence of turns: an agent's orchestrator, and requests with a deadline."""
+"""Agents with an orchestrator, whose clients are more than a sequence of turns."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
 
 import numpy as np
 
 from holdfast.loadgen.program import Program, Turn
 from holdfast.loadgen.simulator.machines import Profile
-from holdfast.loadgen.simulator.replica import ONE_BY_ONE, Reply
+from holdfast.loadgen.simulator.replica import Reply
 from holdfast.loadgen.simulator.simulation import Loop, Site
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import EngineError, ErrorKind
+from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
-    Aborted,
     Event,
     Finished,
     PartialPrefill,
     ProgramEnded,
-    Rejected,
     Submit,
     Tokens,
     ToolLatencies,
     TurnEnded,
 )
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.types import NO_TOKENS, Priority, TokenIds, common_prefix
+from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 KEEP_S = 300.0  # how long a replica keeps what was sent ahead
 HOP_S = 0.002  # from the engine to the client, and back
@@ -299,102 +295,3 @@ def _cached(agent: _Agent, system: TokenIds, cached: int) -> Cached:
     own = max((common_prefix(agent.prompt, each) for each in agent.systems), default=0)
     across = max(min(before, len(system)) - own, 0)
     return Cached(len(agent.prompt), across, cached - ahead - across, ahead)
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One request, for whose answer its client waits `within_s` seconds."""
-
-    at: float
-    prompt: int  # tokens
-    reply: int
-    within_s: float
-    priority: Priority
-
-
-@dataclass(slots=True)
-class Ends:
-    """The outcomes of one run's requests, and the seconds that refusals took."""
-
-    ends: Counter[str] = field(default_factory=Counter)  # in time, late, refused, dropped, left
-    in_time: Counter[Priority] = field(default_factory=Counter)
-    refused_s: list[float] = field(default_factory=list)
-
-
-class Deadlines(Loop):
-    """Single requests on one replica, each of a program of its own, until `seconds` have passed.
-
-    A client leaves when its time is over, unless `leave` is false. An `aware` server knows each client's deadline.
-    Requests count that end after `warm_s`.
-    """
-
-    def __init__(
-        self, profile: Profile, config: EngineConfig, seconds: float, warm_s: float, *, aware: bool, leave: bool = True
-    ) -> None:
-        super().__init__(profile, config, bulk=ONE_BY_ONE)
-        (self._site,) = self.sites
-        self._end, self._warm_s = seconds, warm_s
-        self._aware, self._leave = aware, leave
-        self._open: dict[str, Visit] = {}
-        self._visits: Iterator[Visit] = iter(())
-        self.ends = Ends()
-
-    def run(self, visits: Iterable[Visit]) -> Ends:
-        """Play the requests, which come in order. Raises EngineError for one that failed."""
-        self._visits = iter(visits)
-        self._next()
-        self.play()
-        return self.ends
-
-    def over(self) -> bool:
-        return self.now >= self._end
-
-    def _next(self) -> None:
-        visit = next(self._visits, None)
-        if visit is not None:
-            self.at(visit.at, self._arrive, visit)
-
-    def _arrive(self, visit: Visit) -> None:
-        name = f"r{len(self._open)}-{visit.at}"
-        self._open[name] = visit
-        if self._leave:
-            self.at(visit.at + visit.within_s, self._go, name)
-        submit = Submit(
-            name,
-            tokens=np.arange(visit.prompt, dtype=np.int32),
-            sampling=Sampling(max_tokens=visit.reply, ignore_eos=True),
-            program_id=name,
-            program_arrival=visit.at,
-            program_end=True,
-            priority=visit.priority,
-            within_s=visit.within_s if self._aware else inf,
-        )
-        self.send(self._site, submit, Reply(visit.reply))
-        self._next()
-
-    def _go(self, name: str) -> None:
-        if name in self._open:
-            self._site.replica.abort(name)
-
-    def event(self, site: Site, event: Event) -> None:
-        if isinstance(event, Tokens):
-            return
-        visit, now = self._open.pop(event.request_id), self.now
-        early = event.request_id in site.replica.early
-        if (visit.at if early else now) < self._warm_s:
-            return
-        if isinstance(event, Finished):
-            assert event.timing.finished is not None
-            in_time = event.timing.finished <= visit.at + visit.within_s
-            self.ends.in_time[visit.priority] += in_time
-            self.ends.ends["in time" if in_time else "late"] += 1
-        elif isinstance(event, Rejected) and event.error.kind is ErrorKind.DEADLINE:
-            if event.error.retry_after_s is None:
-                self.ends.ends["dropped"] += 1
-            else:
-                self.ends.ends["refused"] += 1
-                self.ends.refused_s.append(0.0 if early else now - visit.at)
-        elif isinstance(event, Aborted):
-            self.ends.ends["left"] += 1
-        else:
-            raise EngineError(f"{event.request_id} ended by {event}")

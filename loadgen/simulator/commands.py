@@ -85,9 +85,6 @@ def _cell(column: Column, groups: dict[tuple[str, str], list[Row]], case: str, w
     if column.kind in ("", "%"):
         value = summary(list(mine.values()))
         return cell(value) if column.kind == "" else share(value.value)
-    if column.kind == "best":
-        averages = [summary([row.figures[column.figure] for row in rows]).value for rows in groups.values()]
-        return share(summary(list(mine.values())).value / max(averages))
     seeds = [seed for seed in mine if seed in base]
     over, under = [mine[seed] for seed in seeds], [base[seed] for seed in seeds]
     if column.kind == "under":

@@ -16,16 +16,14 @@ several tokens for each sequence and cost what the single steps would cost; the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.loadgen.simulator.machines import Profile, contexts
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.errors import DeadlineError
 from holdfast.replicas.plan import Chunk, Drawn, Landed, RowWrite, Runner, StepOutput, StepPlan
-from holdfast.replicas.requests import Abort, Event, Notice, Rejected, Submit, Terminal, Tokens
+from holdfast.replicas.requests import Event, Notice, Submit, Terminal, Tokens
 from holdfast.replicas.types import TokenIds
 
 
@@ -157,21 +155,20 @@ class Replica:
         self.engine = Engine(config, machine, stopwatch=lambda: 0.0)
         self._profile = profile
         self._bulk = bulk
-        self._arrivals: list[tuple[float, Submit, Reply] | Abort] = []
+        self._arrivals: list[tuple[float, Submit, Reply]] = []
         self._replies: dict[str, Reply] = {}
         self._decoding: dict[str, Reply] = {}  # of sequences that decode
         self._contexts = 0  # cells that they read in their next step, in all
         self._drew = 0  # sequences that drew in the previous step and go on
         self._bulk_steps = 0  # steps of a bulk that nobody waits for; 0: the engine has run
         self._events: list[Event] = []
-        self.early: set[str] = set()  # requests refused outside of a step, which takes no time
         self.at = 0.0  # the end of the steps that the engine has run
         self.steps = 0  # of the machine; the engine counts a bulk as one
 
     @property
     def ongoing(self) -> int:
         """Requests that came and have not ended."""
-        return len(self._replies) + sum(not isinstance(each, Abort) for each in self._arrivals)
+        return len(self._replies) + len(self._arrivals)
 
     @property
     def quiet(self) -> bool:
@@ -182,10 +179,6 @@ class Replica:
         """A request comes; the engine takes it at the end of the present step."""
         reply.context = len(submit.tokens) + 1
         self._arrivals.append((now, submit, reply))
-
-    def abort(self, request_id: str) -> None:
-        """A client leaves; the engine hears of it at the end of the present step."""
-        self._arrivals.append(Abort(request_id))
 
     def notice(self, notice: Notice) -> None:
         """Between two steps."""
@@ -198,13 +191,9 @@ class Replica:
         """
         self.at = max(self.at, now)
         arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
-            if not isinstance(arrival, Abort):
-                self._take(*arrival)
-            elif arrival.request_id in self._replies:
-                events = self.engine.handle(arrival, self.at)
-                self._drew -= sum(isinstance(event, Terminal) and self._forget(event.request_id) for event in events)
-                self._events += events
+        for arrived, submit, reply in arrivals:
+            self._replies[submit.request_id] = reply
+            self._events += self.engine.handle(submit, self.at, arrived)
         if not self.engine.busy:
             self._drew = self._runner.drew = 0
             return self.at if any(isinstance(event, Terminal) for event in self._events) else None
@@ -242,18 +231,6 @@ class Replica:
         return [event for event in events if isinstance(event, Terminal | Tokens)]
 
     # ---- parts ----
-
-    def _take(self, arrived: float, submit: Submit, reply: Reply) -> None:
-        if submit.within_s < inf:
-            try:
-                early = self.engine.scheduler.admission.check_deadline_early(submit, submit.sampling.max_tokens, 0)
-            except DeadlineError as error:
-                self._events.append(Rejected(submit.request_id, error.info))
-                self.early.add(submit.request_id)
-                return
-            submit = replace(submit, foreseen=early)
-        self._replies[submit.request_id] = reply
-        self._events += self.engine.handle(submit, self.at, arrived)
 
     def _run(self, steps: int) -> None:
         start, runner = self.at, self._runner

@@ -8,7 +8,6 @@ The engines, the scheduler, the router's placement and the tenants' shares are t
 
 from __future__ import annotations
 
-import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ import numpy as np
 from holdfast.loadgen.measure import Estimate, estimate, mean
 from holdfast.loadgen.program import Program
 from holdfast.loadgen.simulator import states
-from holdfast.loadgen.simulator.clients import AgentDone, Deadlines, Ends, Orchestrated, Visit, Way
+from holdfast.loadgen.simulator.clients import AgentDone, Orchestrated, Way
 from holdfast.loadgen.simulator.machines import Profile, profile
-from holdfast.loadgen.simulator.policies import ORDERS, PAGE, SUTRADHARA_TTL, TTL_S, USUAL, engine_config
+from holdfast.loadgen.simulator.policies import ORDERS, SUTRADHARA_TTL, TTL_S, USUAL, engine_config
 from holdfast.loadgen.simulator.replica import Replica
 from holdfast.loadgen.simulator.routing import ROUTINGS, Ours, routing
 from holdfast.loadgen.simulator.simulation import Served, Simulation
@@ -38,11 +37,9 @@ from holdfast.loadgen.simulator.workloads import (
     agents,
     of_tenants,
 )
-from holdfast.loadgen.workloads.tooltime import Length
-from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ServedElsewhere
-from holdfast.replicas.types import Priority
 from holdfast.router.dispatch import Ledger
 
 Figures = dict[str, float]
@@ -83,7 +80,7 @@ class Column:
     """One printed figure: the mean over seeds.
 
     `kind`: "%" a share; "over" and "under": this way's figure over the first way's, and the other way round; "gained":
-    1 minus the first; "best": over the best of all rows.
+    1 minus the first.
     """
 
     head: str
@@ -457,66 +454,6 @@ def _equal_latency(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{at}: {(loads[last] + part * (loads[last + 1] - loads[last])) / load:.2f} times the load"
 
 
-# ---- overload ----
-
-LONGEST = 8192  # tokens of a prompt, and of a reply
-WARM_S = 60.0  # at the beginning of a run, which do not count
-
-
-def visits(options: Namespace, rate: float, seed: int, batch: float) -> Iterator[Visit]:
-    """The requests of a run, in order: `batch` of them of that class, all lengths lognormal."""
-    draw, at = random.Random(seed), 0.0
-    prompt, reply = Length(options.prompt, 0.7), Length(options.reply, 0.7)
-    while (at := at + draw.expovariate(rate)) < options.seconds + WARM_S:
-        within_s = options.deadline * draw.uniform(0.5, 1.5)
-        priority = Priority.BATCH if draw.random() < batch else Priority.INTERACTIVE
-        yield Visit(at, min(prompt.draw(draw), LONGEST), min(reply.draw(draw), LONGEST), within_s, priority)
-
-
-def _deadlines(options: Namespace, rate: float, seed: int, *, aware: bool, flood: bool = False) -> Ends:
-    machine = profile(options.profile, options.cells)
-    config = EngineConfig(
-        context_length=2 * LONGEST,
-        cells=machine.cells // PAGE * PAGE,
-        page_size=PAGE,
-        max_sequences=options.sequences,
-        session_rows=0,
-        max_waiting=1 << 30,
-        queue_timeout_s=1e9,
-        speculation=DraftConfig(enabled=False),
-        without=("prefix_cache",),  # no two prompts begin alike
-    )
-    clients = Deadlines(machine, config, options.seconds + WARM_S, WARM_S, aware=aware, leave=not flood)
-    return clients.run(visits(options, rate, seed, 0.0 if flood else options.batch))
-
-
-def capacity(options: Namespace, seed: int) -> float:
-    """Requests a second that the machine completes while many wait and no client leaves."""
-    ends = _deadlines(options, 50.0, seed, aware=False, flood=True).ends
-    return float((ends["in time"] + ends["late"]) / options.seconds)
-
-
-def _overload(options: Namespace) -> list[Run]:
-    _at_least_one(options)
-    runs = []
-    for seed in _seeds(options):
-        most = capacity(options, seed)
-        for load, way in product(options.loads, ("told", "not told")):
-            case = f"{load:g} x {most:.2f} a second"
-            runs.append(Run(case, way, seed, partial(play_overload, case, options, load * most, way, seed), load))
-    return runs
-
-
-def play_overload(case: str, options: Namespace, rate: float, way: str, seed: int) -> Mapping[str, Figures]:
-    """One run. `in_time_per_s` is the goodput; shares are of the requests that ended."""
-    result = _deadlines(options, rate, seed, aware=way == "told")
-    refused, ended = sorted(result.refused_s) or [0.0], result.ends.total()
-    figures = {"in_time_per_s": result.in_time.total() / options.seconds}
-    figures |= {name.replace(" ", "_"): result.ends[name] / ended for name in ("in time", "refused", "dropped", "left")}
-    figures |= {f"{priority.name.lower()}_per_s": result.in_time[priority] / options.seconds for priority in Priority}
-    return {case: figures | {"refusal_ms": refused[int(0.99 * (len(refused) - 1))] * 1e3}}
-
-
 # ---- states ----
 
 
@@ -574,12 +511,6 @@ SCENARIOS: dict[str, Scenario] = {
             for kind in ("across", "within", "ahead")
         )),
     }, _equal_latency),
-    "simulate-overload": Scenario(_overload, {"": _columns(
-        ("in time a second", "in_time_per_s"), ("of the best", "in_time_per_s", "best"),
-        *((name.replace("_", " "), name, "%") for name in ("in_time", "refused", "dropped", "left")),
-        ("refusal ms p99", "refusal_ms"),
-        *((f"{each.name.lower()}/s", f"{each.name.lower()}_per_s") for each in Priority),
-    )}),
     "simulate-states": Scenario(_states, {"": _columns(
         ("seconds of a program", "mean_s"), ("over ours", "mean_s", "over"), ("p90 over ours", "p90_s", "over"),
         ("hits", "hits", "%"), ("checkpoints evicted", "evicted"),

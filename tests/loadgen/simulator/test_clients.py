@@ -1,19 +1,16 @@
-"""Agents with their orchestrator, and requests with deadlines, on a simulated replica."""
+"""Agents with their orchestrator on a simulated replica."""
 
-from argparse import Namespace
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 
 from holdfast.loadgen.program import Beginning, Output, Program, Sized, ToolRun, Turn, sized
-from holdfast.loadgen.simulator import machines, scenarios
+from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.clients import AgentDone, Orchestrated, Texts, Way
 from holdfast.loadgen.simulator.policies import engine_config
-from holdfast.loadgen.simulator.scenarios import PARTS, capacity, play_agents, visits
+from holdfast.loadgen.simulator.scenarios import PARTS, play_agents
 from holdfast.loadgen.simulator.workloads import agents
-from holdfast.replicas.types import Priority
 
 MACHINE = machines.profile("14b-a100")
 NEITHER, SPLIT, DISPATCH = Way(), Way(split=True), Way(dispatch=True)
@@ -91,29 +88,3 @@ def test_tokens_of_no_two_pieces_meet() -> None:
     assert np.array_equal(pieces[1][:2_000], pieces[2][:2_000])
     assert not set(pieces[1][2_000:].tolist()) & set(pieces[2].tolist())
     assert texts.system("a", 4_000) is pieces[1]
-
-
-# ---- deadlines ----
-
-SIZES = {"seconds": 40.0, "deadline": 10.0, "prompt": 1500, "reply": 60, "sequences": 16, "batch": 0.0}
-SMALL = Namespace(profile="8b-a100", cells=None, **SIZES)
-
-
-def test_goodput_holds_at_three_times_the_capacity_where_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "WARM_S", 30.0)
-    most, cases = capacity(SMALL, 0), product((1.0, 3.0), (True, False))
-    runs = {(load, told): scenarios._deadlines(SMALL, load * most, 0, aware=told) for load, told in cases}
-    goodput = {key: ends.in_time.total() for key, ends in runs.items()}
-    assert goodput[3.0, True] >= 0.95 * max(goodput.values())
-    assert goodput[3.0, False] < 0.3 * max(goodput.values())
-    told = runs[3.0, True]
-    assert told.ends["refused"] > 10 * told.ends["dropped"], "a refusal comes at once"
-    assert max(told.refused_s) == 0.0, "before the present step is over"
-    assert sum(ends.ends["refused"] for (_, told), ends in runs.items() if not told) == 0
-
-
-def test_requests_are_drawn_alike_for_every_run() -> None:
-    drawn = list(visits(SMALL, 5.0, 0, batch=0.5))
-    assert drawn == list(visits(SMALL, 5.0, 0, batch=0.5))
-    assert {each.priority for each in drawn} == set(Priority)
-    assert all(5.0 <= each.within_s <= 15.0 for each in drawn)

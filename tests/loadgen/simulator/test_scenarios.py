@@ -24,10 +24,9 @@ SMALL = {
     "simulate-placement": "--programs 4 --workload preambles --placement ours --placement prefix",
     "simulate-tenants": "--tenants 3 --programs 12 --quiet 2 --replicas 2 --order fair",
     "simulate-orchestrator": "--agents 1 --seeds 1 --cells 90000 --rates 0.02",
-    "simulate-overload": "--seconds 5 --loads 1 --deadline 10 --prompt 1500 --reply 60",
     "simulate-states": "--workload bfcl --programs 2 --slots 8 --seeds 1",
 }
-ROWS = {"simulate": 8, "simulate-placement": 2, "simulate-tenants": 9, "simulate-overload": 2, "simulate-states": 5}
+ROWS = {"simulate": 8, "simulate-placement": 2, "simulate-tenants": 9, "simulate-states": 5}
 ROWS["simulate-orchestrator"] = 8 + 2
 
 
@@ -36,8 +35,7 @@ def test_every_scenario_has_options_and_every_command_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_scenario_prints_its_tables_and_writes_every_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(scenarios, "WARM_S", 5.0)
+def test_a_scenario_prints_its_tables_and_writes_every_run(name: str, tmp_path: Path, capsys) -> None:
     file = tmp_path / "folder" / "runs.json"
     assert main(f"{name} {SMALL[name]} --json {file}".split()) == 0
     content, printed = json.loads(file.read_text()), capsys.readouterr().out

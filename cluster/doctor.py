@@ -35,7 +35,6 @@ from holdfast.replicas.retention.policy import retention_policy
 from holdfast.replicas.scheduling.queue import request_order
 
 GIB = 2**30
-PYTHON = (3, 11)
 OBJECT_STORE = 128 << 20  # bytes that `holdfast serve` takes of /dev/shm
 FILES = 4096
 DISK = 1 << 30
@@ -67,7 +66,6 @@ class Gpu:
 class Facts:
     """Memory in bytes. `gpus` None: no driver. `torch_cuda` "": torch is built without; `torch_gpus`: those it sees."""
 
-    python: tuple[int, int]
     packages: Mapping[str, str]  # installed versions by canonical name
     required: tuple[str, ...]  # requirements, as in the package's metadata
     memory_free: int
@@ -90,7 +88,6 @@ def gather() -> Facts:
     machine = environment.machine()
     shm, shm_free = _disk(Path("/dev/shm"))
     return Facts(
-        python=sys.version_info[:2],
         packages={canonicalize_name(each.name): each.version for each in metadata.distributions()},
         required=tuple(each for each in metadata.requires("holdfast") or () if "extra ==" not in each),
         memory_free=host_memory()[1],
@@ -217,7 +214,6 @@ def show(results: Sequence[Finding], as_json: bool) -> None:
 def all_checks(settings: Settings, facts: Facts, tokens: int = sizing.TOKENS) -> list[tuple[str, Check]]:
     """Every check by its name, the quickest first."""
     return [
-        ("python", partial(python, facts)),
         ("packages", partial(packages, facts)),
         ("tracing", partial(tracing, settings)),
         ("tenants", partial(tenants, settings)),
@@ -295,14 +291,6 @@ def router_bytes(settings: Settings) -> int:
     """Bytes of the host's memory that one router takes at most, about: itself, cached answers, and bodies."""
     router = settings.router
     return ROUTER + router.cache_memory + router.body_memory + PARSED * router.max_body_bytes
-
-
-def python(facts: Facts) -> Iterator[Finding]:
-    version = ".".join(map(str, facts.python))
-    if facts.python < PYTHON:
-        yield fail("python", f"{version} is too old", "install Python 3.11 or later")
-    else:
-        yield ok("python", version)
 
 
 def packages(facts: Facts) -> Iterator[Finding]:

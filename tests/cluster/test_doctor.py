@@ -28,7 +28,6 @@ from holdfast.router.tracing import TracingConfig
 
 H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "580.65")
 WELL = Facts(
-    python=(3, 12),
     packages={"ray": "2.60.1", "torch": "2.13.0", "transformers": "5.23.0", "prometheus-client": "0.26"},
     required=("ray[serve]==2.60.*", "torch>=2.11", "prometheus_client", "colorama; sys_platform == 'win32'"),
     memory_free=60 * GIB,
@@ -72,7 +71,7 @@ def test_a_machine_that_is_well() -> None:
     for facts in (WELL, WITH_GPU):
         found = doctor.findings(doctor.all_checks(well(), facts))
         assert doctor.worst(found) is State.OK, found
-        assert {each.check for each in found} >= {"python", "packages", "gpu", "model", "memory", "redis", "ports"}
+        assert {each.check for each in found} >= {"packages", "gpu", "model", "memory", "redis", "ports"}
 
 
 def test_this_machine_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +80,7 @@ def test_this_machine_by_the_command(capsys: pytest.CaptureFixture[str]) -> None
     failed = [each for each in told["findings"] if each["state"] == "fail"]
     assert status == bool(failed)
     assert failed == []
-    assert {"python", "packages", "ports", "model", "memory", "redis"} <= {each["check"] for each in told["findings"]}
+    assert {"packages", "ports", "model", "memory", "redis"} <= {each["check"] for each in told["findings"]}
 
 
 def test_a_fault_is_an_exit_status_and_a_line_that_says_how_to_mend_it(
@@ -108,10 +107,6 @@ def test_serve_refuses_what_doctor_refuses(capsys: pytest.CaptureFixture[str], m
     assert "starting" not in told.out
     assert "GiB needed, 24.0 GiB free" in told.err
     assert "fewer --replicas" in told.err
-
-
-def test_python_that_is_too_old() -> None:
-    one(doctor.python(replace(WELL, python=(3, 10))), State.FAIL, "3.10")
 
 
 def test_packages_that_are_missing_or_of_another_version() -> None:
@@ -492,7 +487,7 @@ def test_a_check_that_breaks_off_does_not_keep_the_others_from_looking() -> None
     def broken() -> Iterable[Finding]:
         raise ZeroDivisionError("odd")
 
-    found = doctor.findings([("odd", broken), ("python", lambda: doctor.python(WELL))])
+    found = doctor.findings([("odd", broken), ("packages", lambda: doctor.packages(WELL))])
     assert states(found) == [State.WARN, State.OK]
 
 

@@ -181,8 +181,8 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _loaded(options: argparse.Namespace) -> config_file.Loaded:
-    overrides = config.Overrides(options.host, options.port, options.model, options.replicas, options.routers)
-    return config_file.load(options.config, environment.settings_variables(), overrides)
+    flags = {key: getattr(options, flag.removeprefix("--")) for key, flag in config_file.FLAGS.items()}
+    return config_file.load(options.config, environment.settings_variables(), flags)
 
 
 def _server(options: argparse.Namespace) -> status.Server:

@@ -101,36 +101,6 @@ class Settings:
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """Values that the command line sets over the file. None leaves a value unchanged."""
-
-    host: str | None = None
-    port: int | None = None
-    model: str | None = None
-    replicas: int | None = None
-    routers: int | None = None
-
-
-def apply(settings: Settings, overrides: Overrides) -> Settings:
-    """`settings` with the overrides in it. Raises ConfigError with the dotted name of the field."""
-    for section, name, value in (
-        ("server", "host", overrides.host),
-        ("server", "port", overrides.port),
-        ("engine", "model", overrides.model),
-        ("replicas", "count", overrides.replicas),
-        ("server", "routers", overrides.routers),
-    ):
-        if value is None:
-            continue
-        try:
-            changed = replace(getattr(settings, section), **{name: value})
-        except ConfigError as error:
-            raise ConfigError(error.message, f"{section}.{name}") from error
-        settings = replace(settings, **{section: changed})
-    return settings
-
-
 def check_tenants(settings: Settings) -> None:
     """Raises ConfigError for tenants that clash, and for a server open to others without any key."""
     read_token = IdentityTokens(settings.router.oidc).read if settings.router.oidc.issuer else None

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from holdfast.cluster import config, redis
-from holdfast.cluster.config import Overrides, Settings
+from holdfast.cluster.config import Settings
 from holdfast.replicas.errors import ConfigError
 
 V = TypeVar("V")
@@ -143,11 +143,11 @@ class Loader(yaml.SafeLoader):
 
 PREFIX = "HOLDFAST_"
 FLAGS = {
-    "server.host": ("--host", "host"),
-    "server.port": ("--port", "port"),
-    "engine.model": ("--model", "model"),
-    "replicas.count": ("--replicas", "replicas"),
-    "server.routers": ("--routers", "routers"),
+    "server.host": "--host",
+    "server.port": "--port",
+    "engine.model": "--model",
+    "replicas.count": "--replicas",
+    "server.routers": "--routers",
 }
 
 
@@ -163,8 +163,11 @@ class Loaded:
         return self.origins.get(key, "default")
 
 
-def load(path: Path | None, variables: Mapping[str, str], overrides: Overrides) -> Loaded:
-    """The configuration from all sources. Raises ConfigError naming the key, and the file or variable."""
+def load(path: Path | None, variables: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
+    """The configuration from all sources. `flags`: values of the command line by key; None: not set.
+
+    Raises ConfigError naming the key, and the file, variable or flag.
+    """
     data: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if path is not None:
@@ -179,15 +182,16 @@ def load(path: Path | None, variables: Mapping[str, str], overrides: Overrides) 
         key = ".".join(name.removeprefix(PREFIX).lower().split("__"))
         _set(data, key, _variable(name, value))
         origins[key] = name
+    for key, value in flags.items():
+        if value is not None:
+            _set(data, key, value)
+            origins[key] = FLAGS[key]
     try:
         settings = settings_of(data)
     except ConfigError as error:
         origin = _around(error.field or "", origins, "")
         raise ConfigError(f"{origin}: {error.message}" if origin else error.message, error.field) from error
-    for key, (flag, field) in FLAGS.items():
-        if getattr(overrides, field) is not None:
-            origins[key] = flag
-    return Loaded(config.apply(settings, overrides), origins)
+    return Loaded(settings, origins)
 
 
 def keys(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,7 +255,7 @@ def _variable(name: str, text: str) -> Any:
 
 def read(path: Path) -> Settings:
     """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted), the file and the line."""
-    return load(path, {}, Overrides()).settings
+    return load(path, {}, {}).settings
 
 
 def read_text(path: Path) -> str:

@@ -17,12 +17,12 @@ import ray
 from ray import serve
 
 from holdfast.cluster import application, config_file
-from holdfast.cluster.config import Overrides
 from holdfast.router.records import RedisAddress
 
 
 def main(address: str, config: str, port: str, engines: str, usage_days: str) -> None:
-    settings = config_file.load(Path(config), {}, Overrides(None, int(port), "pocket", 2, 2)).settings
+    flags = {"server.port": int(port), "engine.model": "pocket", "replicas.count": 2, "server.routers": 2}
+    settings = config_file.load(Path(config), {}, flags).settings
     settings = replace(settings, router=replace(settings.router, usage_days=int(usage_days)))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
     routers: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)._bound_deployment

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refused import refused
 
 from holdfast.cluster import cli, config, config_file
-from holdfast.cluster.config import Overrides, RedisConfig, ReplicasConfig, ServerConfig, Settings
+from holdfast.cluster.config import RedisConfig, ReplicasConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.types import CellLimits, Priority
@@ -126,15 +126,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert caught.value.field == "serve"
 
 
-def test_overrides_are_above_the_file() -> None:
-    settings = config.apply(Settings(), Overrides(port=9, model="m", replicas=3))
+def test_flags_are_above_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "holdfast.yaml"
+    file.write_text("server: {port: 8, routers: 2}")
+    settings = config_file.load(file, {}, {"server.port": 9, "engine.model": "m", "replicas.count": 3}).settings
     assert (settings.server.port, settings.engine.model, settings.replicas.count) == (9, "m", 3)
-    assert settings.server.host == Settings().server.host
-    assert config.apply(Settings(), Overrides(routers=2)).server.routers == 2
-    with refused("server.routers"):
-        config.apply(Settings(), Overrides(routers=0))
-    with refused("server.port"):
-        config.apply(Settings(), Overrides(port=0))
+    assert (settings.server.host, settings.server.routers) == (Settings().server.host, 2)
+    for key, flag in (("server.routers", "--routers"), ("server.port", "--port")):
+        with refused(key, flag):
+            config_file.load(file, {}, {key: 0})
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 2, 4), (2, 3, 1), (7, 2, 3), (1, 1, 1)])
@@ -209,7 +209,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_later_wins_and_each_value_knows_what_set_it(file: Path) -> None:
     variables = {"HOLDFAST_SERVER__PORT": "9001", "HOLDFAST_ENGINE__RETENTION__SHARE": "0.25"}
-    loaded = config_file.load(file, variables, Overrides(host="localhost"))
+    loaded = config_file.load(file, variables, {"server.host": "localhost", "server.port": None})
     settings = loaded.settings
     assert (settings.server.port, settings.server.host) == (9001, "localhost")
     assert (settings.engine.page_size, settings.engine.retention.policy, settings.engine.retention.share) == (
@@ -228,7 +228,7 @@ def test_the_later_wins_and_each_value_knows_what_set_it(file: Path) -> None:
 
 
 def test_without_anything_there_are_the_defaults() -> None:
-    loaded = config_file.load(None, {}, Overrides())
+    loaded = config_file.load(None, {}, {})
     assert loaded.settings == Settings()
     assert {loaded.origin(key) for key, _ in config_file.keys(loaded.settings)} == {"default"}
 
@@ -244,7 +244,7 @@ def test_without_anything_there_are_the_defaults() -> None:
 )
 def test_a_wrong_variable_is_named(name: str, value: str, field: str) -> None:
     with refused(field, name):
-        config_file.load(None, {name: value}, Overrides())
+        config_file.load(None, {name: value}, {})
 
 
 def test_show_prints_every_key_with_its_origin_and_no_password(
@@ -357,7 +357,7 @@ def test_the_check_command(tmp_path: Path, file: Path, capsys: pytest.CaptureFix
 @given(st.dictionaries(st.sampled_from(["cells", "page_size", "threads"]), st.integers(1, 99)))
 def test_any_variables_are_found_in_the_settings(values: dict[str, int]) -> None:
     variables = {f"HOLDFAST_ENGINE__{name.upper()}": str(value) for name, value in values.items()}
-    engine = config_file.load(None, variables, Overrides()).settings.engine
+    engine = config_file.load(None, variables, {}).settings.engine
     assert {name: getattr(engine, name) for name in values} == values
 
 

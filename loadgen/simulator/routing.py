@@ -14,7 +14,6 @@ ends. No replica refuses a turn here, so nothing waits in the router.
 
 from __future__ import annotations
 
-import heapq
 import random
 from bisect import bisect_left
 from collections import OrderedDict
@@ -74,26 +73,6 @@ class Routing(Protocol):
         """A replica reports its load."""
 
 
-class InHand:
-    """Turns in hand of each replica; finds the least loaded one without a search of all."""
-
-    def __init__(self, replicas: int) -> None:
-        self.turns = [0] * replicas
-        self.total = 0
-        self._heap = [(0, number) for number in range(replicas)]
-
-    def add(self, replica: int, turns: int) -> None:
-        self.turns[replica] += turns
-        self.total += turns
-        heapq.heappush(self._heap, (self.turns[replica], replica))
-
-    def least(self) -> int:
-        """A replica with the fewest."""
-        while self._heap[0][0] != self.turns[self._heap[0][1]]:
-            heapq.heappop(self._heap)  # it has changed since
-        return self._heap[0][1]
-
-
 class Counting:
     """A way that counts turns itself: a turn counts from when it is placed until it ends."""
 
@@ -101,18 +80,18 @@ class Counting:
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
-        self.hand = InHand(replicas)
+        self.turns = [0] * replicas  # in hand
 
     def place(self, turn: Placing) -> int:
         replica = self.choose(turn)
-        self.hand.add(replica, 1)
+        self.turns[replica] += 1
         return replica
 
     def choose(self, turn: Placing) -> int:
         raise NotImplementedError
 
     def ended(self, replica: int, program: Program, at: int) -> None:
-        self.hand.add(replica, -1)
+        self.turns[replica] -= 1
 
     def report(self, number: int, replica: Replica) -> None:
         pass
@@ -139,7 +118,7 @@ class TwoChoices(Counting):
 
     def choose(self, turn: Placing) -> int:
         two = self._rng.sample(range(self.replicas), min(2, self.replicas))
-        return min(two, key=self.hand.turns.__getitem__)
+        return min(two, key=self.turns.__getitem__)
 
 
 class ConsistentHash(Counting):
@@ -155,8 +134,8 @@ class ConsistentHash(Counting):
 
     def choose(self, turn: Placing) -> int:
         at = bisect_left(self._points, _hash(turn.program.id))
-        room = inf if self.bound == inf else ceil(self.bound * (self.hand.total + 1) / self.replicas)
-        while self.hand.turns[owner := self._owners[at % len(self._owners)]] >= room:
+        room = inf if self.bound == inf else ceil(self.bound * (sum(self.turns) + 1) / self.replicas)
+        while self.turns[owner := self._owners[at % len(self._owners)]] >= room:
             at += 1
         return owner
 
@@ -177,7 +156,7 @@ class LongestPrefix(Counting):
     def choose(self, turn: Placing) -> int:
         names = turn.known
         replica = next((self._replica_of[name] for name in names if name in self._replica_of), None)
-        replica = self.hand.least() if replica is None else replica
+        replica = self.turns.index(min(self.turns)) if replica is None else replica
         self._replica_of |= dict.fromkeys((*names, turn.program.standing(turn.at)), replica)
         return replica
 

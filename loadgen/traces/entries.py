@@ -1,9 +1,6 @@
 """JSON objects read field by field: every getter checks a type, every error names file, place and field.
 
 A field that is null counts as absent. An entry remembers which fields were read, so that the others can be counted.
-
-Data without a field in the standard formats goes into one object beside their fields, `holdfast`, that other readers
-ignore: of a program its tenant and closing messages, of a turn its output, limit and whether its prompt is whole.
 """
 
 from __future__ import annotations
@@ -12,14 +9,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.program import Json, Output, Program, Turn
+from holdfast.loadgen.program import Json, Program
 from holdfast.replicas.errors import ConfigError
-
-KEY = "holdfast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +36,6 @@ class Reading:
         line = f"{self.records} records: {len(self.programs)} programs, {self.turns} turns, {n_answered} answers"
         fields = ", ".join(f"{name} ({count})" for name, count in sorted(self.left_out.items()))
         return f"{line}; left out: {fields}" if fields else line
-
-
-def distinct(programs: Iterable[Program]) -> Iterator[Program]:
-    """The programs, one by one. Raises ConfigError at a second one of the same id."""
-    seen: set[str] = set()
-    for program in programs:
-        if program.id in seen:
-            raise ConfigError(f"there are two programs {program.id!r}", "id")
-        seen.add(program.id)
-        yield program
 
 
 class Entry:
@@ -199,59 +184,6 @@ def _check_message(message: Entry) -> None:
 
 def _path(prefix: str, name: str) -> str:
     return f"{prefix}.{name}".strip(".")
-
-
-# ---- what the standard formats have no field for ----
-
-
-def of_program(program: Program) -> Json:
-    """Tenant and closing messages, where there are any."""
-    data: Json = {"tenant": program.tenant} if program.tenant else {}
-    return data | ({"closing": list(program.closing)} if program.closing else {})
-
-
-def of_turn(turn: Turn, output_length: int | None) -> Json:
-    """The data of a turn beyond the format's own ``output_length``."""
-    output = {field.name: getattr(turn.output, field.name) for field in fields(Output)}
-    output = {name: value for name, value in output.items() if value is not None}
-    data: Json = {"whole": True} if turn.whole else {}
-    if turn.max_tokens is not None:
-        data["max_tokens"] = turn.max_tokens
-    if data or output != ({} if output_length is None else {"tokens": output_length}):
-        data["output"] = output
-    return data
-
-
-def program_in(entry: Entry | None) -> tuple[str, tuple[Json, ...]]:
-    """Tenant and closing messages."""
-    return ("", ()) if entry is None else (entry.text("tenant") or "", entry.messages("closing") or ())
-
-
-def turn_in(entry: Entry, extension: Entry | None) -> Json:
-    """The fields of a turn beside its prompt: limit, moment, pause, and output."""
-    length = entry.count("output_length")
-    inner = None if extension is None else extension.inner("output")
-    output = Output(tokens=length)
-    if inner is not None:
-        values: Json = {name: answer_in(inner, name) for name in ("answer", "kept")}
-        values |= {name: inner.text(name) for name in ("reason", "failure")}
-        values |= {name: inner.count(name) for name in ("prompt_tokens", "cached_tokens", "tokens")}
-        values |= {each.name: inner.number(each.name) for each in fields(Output) if each.name.endswith("_ms")}
-        output = Output(**values)
-    limit = None if extension is None else extension.count("max_tokens")
-    at_ms, delay_ms = entry.number("timestamp"), entry.number("delay")
-    return {"max_tokens": limit, "at_ms": at_ms, "delay_ms": delay_ms, "output": output}
-
-
-def extra_in(entry: Entry) -> tuple[Json, tuple[Json, ...]]:
-    """aiperf's `extra`, which it merges into the request: sampling fields, and tools that stand among them."""
-    extra = entry.inner("extra")
-    if extra is None:
-        return {}, ()
-    if "messages" in extra.data:
-        raise extra.error("messages", "would replace the conversation")
-    tools = extra.objects("tools") or ()
-    return {name: extra.raw(name) for name in extra.data if name != "tools"}, tools
 
 
 # ---- files ----

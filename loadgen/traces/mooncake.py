@@ -5,33 +5,25 @@ two ways, which aiperf tells apart by `assistant_responses`: `recorded`, every l
 every line has what is new (aiperf 0.13 knows only the first and takes every line for a whole prompt; before it was
 released under this name the field was `message_mode`, with `history` and `delta`).
 After aiperf's `dataset/loader/models.py` and `mooncake_trace.py`.
+
+Data without a field of aiperf's goes into one object beside them, `holdfast`, that other readers ignore: of a program
+its tenant and closing messages, of a turn its output, limit and whether its prompt is whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 
-from holdfast.loadgen.program import Json, Messages, Program, Sized, Turn, continued, prompts
-from holdfast.loadgen.traces.entries import (
-    KEY,
-    Entry,
-    Reading,
-    distinct,
-    extra_in,
-    lines,
-    of_program,
-    of_turn,
-    program_in,
-    turn_in,
-    write_lines,
-)
+from holdfast.loadgen.program import Json, Messages, Output, Program, Sized, Turn, continued, prompts
+from holdfast.loadgen.traces.entries import Entry, Reading, answer_in, lines, write_lines
 from holdfast.replicas.errors import ConfigError
 
 NAME = "mooncake_trace"
+KEY = "holdfast"
 TRANSPORT = frozenset({"model", "stream", "stream_options"})
 """Fields of a payload about transport, not about the question."""
 
@@ -69,8 +61,15 @@ def read(path: Path) -> Reading:
 
 
 def write(programs: Iterable[Program], path: Path) -> None:
-    """One line a turn, with its whole prompt. Raises ConfigError for an answer that the trace does not have."""
-    write_lines(path, (row for program in distinct(programs) for row in _rows(program)))
+    """One line a turn, with its whole prompt.
+
+    Raises ConfigError for an answer that the trace does not have, and for two programs of one id.
+    """
+    programs = tuple(programs)
+    name, count = max(Counter(program.id for program in programs).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise ConfigError(f"there are two programs {name!r}", "id")
+    write_lines(path, (row for program in programs for row in _rows(program)))
 
 
 def _line(entry: Entry, left_out: Counter[str]) -> _Line:
@@ -84,12 +83,24 @@ def _line(entry: Entry, left_out: Counter[str]) -> _Line:
     tools = source.objects("tools")
     if payload is None and (tools == () or (tools and kind == "input")):
         raise source.error("tools", "must not be empty, and needs messages")
-    sampling, over = extra_in(entry)
-    tools = over or tools
+    sampling: Json = {}
+    if (extra := entry.inner("extra")) is not None:  # aiperf merges it into the request
+        if "messages" in extra.data:
+            raise extra.error("messages", "would replace the conversation")
+        tools = extra.objects("tools") or tools
+        sampling = {name: extra.raw(name) for name in extra.data if name != "tools"}
     if payload is not None:
         sampling = _fields(payload, left_out) | sampling
     extension = entry.inner(KEY)
-    turn = Turn(prompt=prompt, tools=tools or (), sampling=sampling, **turn_in(entry, extension))
+    turn = Turn(
+        prompt=prompt,
+        tools=tools or (),
+        sampling=sampling,
+        max_tokens=None if extension is None else extension.count("max_tokens"),
+        at_ms=entry.number("timestamp"),
+        delay_ms=entry.number("delay"),
+        output=_output(entry, extension),
+    )
     whole = extension.flag("whole") if extension is not None and extension.data.get("output") is not None else None
     return _Line(turn, kind, whole, tools is not None, entry, extension)
 
@@ -112,6 +123,19 @@ def _prompt(entry: Entry, source: Entry) -> tuple[Messages | Sized, str]:
     if not messages:
         raise source.error("messages", "must be a list that is not empty")
     return messages, "live" if live else "recorded"
+
+
+def _output(entry: Entry, extension: Entry | None) -> Output:
+    length = entry.count("output_length")
+    output = None if extension is None else extension.inner("output")
+    if output is None:
+        return Output(tokens=length)
+    values: Json = {name: answer_in(output, name) for name in ("answer", "kept")}
+    values |= {name: output.text(name) for name in ("reason", "failure")}
+    values |= {name: output.count(name) for name in ("prompt_tokens", "cached_tokens", "tokens")}
+    return Output(
+        **values | {each.name: output.number(each.name) for each in fields(Output) if each.name.endswith("_ms")}
+    )
 
 
 def _fields(payload: Entry, left_out: Counter[str]) -> Json:
@@ -141,8 +165,9 @@ def _program(name: str, lines: list[_Line]) -> Program:
                     raise line.entry.error("messages", "do not continue the turn before")
             whole = now
         turns.append(turn)
-    tenant, closing = program_in(lines[0].extension)
-    return Program(name, tuple(turns), tenant, closing)
+    if (extension := lines[0].extension) is None:
+        return Program(name, tuple(turns))
+    return Program(name, tuple(turns), extension.text("tenant") or "", extension.messages("closing") or ())
 
 
 def _rows(program: Program) -> Iterator[Json]:
@@ -166,8 +191,23 @@ def _rows(program: Program) -> Iterator[Json]:
         length = (turn.output.tokens if turn.output.tokens is not None else turn.max_tokens) or None
         row |= {} if length is None else {"output_length": length}
         row |= {"extra": turn.sampling} if turn.sampling else {}
-        extension = of_turn(turn, length) | (of_program(program) if index == 0 else {})
+        extension = _extension(turn, length)
+        if index == 0:
+            extension |= {"tenant": program.tenant} if program.tenant else {}
+            extension |= {"closing": list(program.closing)} if program.closing else {}
         yield row | ({KEY: extension} if extension else {})
+
+
+def _extension(turn: Turn, output_length: int | None) -> Json:
+    """The data of a turn beyond aiperf's ``output_length``."""
+    output = {field.name: getattr(turn.output, field.name) for field in fields(Output)}
+    output = {name: value for name, value in output.items() if value is not None}
+    data: Json = {"whole": True} if turn.whole else {}
+    if turn.max_tokens is not None:
+        data["max_tokens"] = turn.max_tokens
+    if data or output != ({} if output_length is None else {"tokens": output_length}):
+        data["output"] = output
+    return data
 
 
 def _unfit(turn: Turn, *, first: bool) -> str:

@@ -14,7 +14,7 @@ from trace_samples import parcel_program, says, user
 
 from holdfast.loadgen.program import Json, Output, Program, Sized, Turn, prompts
 from holdfast.loadgen.traces import mooncake
-from holdfast.loadgen.traces.entries import KEY
+from holdfast.loadgen.traces.mooncake import KEY
 
 FIELDS = json.loads((Path(__file__).parent / "aiperf_fields.json").read_text(encoding="utf-8"))["MooncakeTrace"]
 NEWER = {"assistant_responses"}  # a field of later releases; 0.13 passes it over, as it does ours

@@ -368,20 +368,19 @@ ENGINE = {"dtype": "bfloat16", "kv_memory": 2}
 class Wanted:
     """The peer's model, and its settings. Raises ConfigError."""
 
-    peer: str = option("vllm, llama.cpp or transformers", flag="")
+    peer: str = option("vllm or llama.cpp", flag="")
     model: str = option("folder or name of the model, for llama.cpp a GGUF file", flag="")
     port: int = option("port on 127.0.0.1", 8101)
     venv: Path | None = option("virtual environment that has it (default: the search path)", None)
     ngram: bool = option("with n-gram speculation, where it has any", False)
     gpu: bool = option("for a GPU", False)
-    context: int | None = option("longest context (default: 8192; transformers takes the model's)", None)
+    context: int = option("longest context", 8192)
     tool_parser: str | None = option("vLLM's parser of tool calls (default: hermes)", None)
     start: bool = option("start it instead of printing the command", False)
     more: tuple[str, ...] = ()  # further options of the peer's own
 
     def __post_init__(self) -> None:
-        if self.context is not None:
-            at_least(1, "context", self)
+        at_least(1, "context", self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from holdfast.loadgen.table import brief, check_writable
 from holdfast.replicas.errors import ConfigError
 
 SERVED_NAME = "m"
-CONTEXT = 8192
 TOOL_PARSER = "hermes"
 SLOTS = 8  # of llama.cpp: requests that it works at at once
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -68,7 +67,7 @@ class Peer:
 def vllm(request: Wanted) -> Peer:
     """vLLM with prefix caching and tool calls, in bfloat16; with ``ngram``, also its n-gram speculation."""
     options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(request.port)]
-    options += ["--dtype", "bfloat16", "--max-model-len", str(request.context or CONTEXT), "--enable-prefix-caching"]
+    options += ["--dtype", "bfloat16", "--max-model-len", str(request.context), "--enable-prefix-caching"]
     options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
     options += ["--tool-call-parser", request.tool_parser or TOOL_PARSER]
     if request.ngram:
@@ -96,31 +95,6 @@ def _preloaded(venv: Path | None) -> list[str]:
     return [str(path) for path in paths if path is not None]
 
 
-def transformers(request: Wanted) -> Peer:
-    """transformers' server, with continuous batching if possible. Raises ConfigError for an option that it lacks."""
-    for unfit, name, why in (
-        (request.ngram, "ngram", "has no n-gram speculation"),
-        (request.context is not None, "context", "takes the model's own context"),
-        (request.tool_parser is not None, "tool-parser", "has no parser of tool calls to choose"),
-    ):
-        if unfit:
-            raise ConfigError(f"transformers' server {why}", name)
-    options = ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(request.port)]
-    if not _linear(request.model):  # its continuous batching says "Invalid layer type: linear_attention"
-        options.insert(0, "--continuous-batching")
-    command = (_program("transformers", request.venv), "serve", request.model, *options, *request.more)
-    return Peer(command, {"HF_HUB_OFFLINE": "1"})
-
-
-def _linear(model: str) -> bool:
-    """Whether the model in this folder has layers of linear attention."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return "linear_attention" in ((config.get("text_config") or config).get("layer_types") or ())
-
-
 def llama_cpp(request: Wanted) -> Peer:
     """llama.cpp's own server, of a GGUF file: `SLOTS` slots, each with its prompt cache, flash attention, all cores.
 
@@ -132,7 +106,7 @@ def llama_cpp(request: Wanted) -> Peer:
     if request.tool_parser is not None:
         raise ConfigError("llama.cpp's server finds its parser of tool calls by itself", "tool-parser")
     options = ["--model", request.model, "--alias", SERVED_NAME, "--port", str(request.port)]
-    options += ["--context", str(request.context or CONTEXT), "--slots", str(SLOTS)]
+    options += ["--context", str(request.context), "--slots", str(SLOTS)]
     options += ["--ngram"] * request.ngram + ["--gpu"] * request.gpu
     server = str(Path(__file__).with_name("llama_server.py"))
     return Peer((_program("python", request.venv), server, *options, *request.more), module="xllamacpp")
@@ -142,7 +116,7 @@ def _program(name: str, venv: Path | None) -> str:
     return name if venv is None else str(venv / "bin" / name)
 
 
-PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
+PEERS = {"vllm": vllm, "llama.cpp": llama_cpp}
 
 
 def serve(request: Wanted) -> int:

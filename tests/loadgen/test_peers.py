@@ -40,7 +40,6 @@ def test_the_printed_line_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
 def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None:
     assert "ngram" not in " ".join(peers.vllm(Wanted("vllm", "m")).words)
     assert "cpu" not in " ".join(peers.vllm(Wanted("vllm", "m", gpu=True)).words).lower()
-    assert "--continuous-batching" in peers.transformers(Wanted("transformers", "m")).command
 
 
 def test_vllm_gets_intels_openmp_where_it_is_installed(tmp_path: Path) -> None:
@@ -50,13 +49,6 @@ def test_vllm_gets_intels_openmp_where_it_is_installed(tmp_path: Path) -> None:
     library.touch()
     assert str(library) in peers.vllm(Wanted("vllm", "m", venv=tmp_path)).environment["LD_PRELOAD"].split(":")
     assert "LD_PRELOAD" not in peers.vllm(Wanted("vllm", "m", venv=tmp_path, gpu=True)).environment
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_transformers_batches_no_linear_attention(nested: bool, tmp_path: Path) -> None:
-    text = {"layer_types": ["linear_attention", "full_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
-    assert "--continuous-batching" not in peers.transformers(Wanted("transformers", str(tmp_path))).command
 
 
 def test_llama_cpp_takes_a_gguf_file_and_its_own_server(capsys: pytest.CaptureFixture) -> None:
@@ -99,9 +91,6 @@ def test_its_server_needs_nothing_of_holdfast() -> None:
 
 def test_what_a_peer_cannot_be_told_is_refused() -> None:
     for why, serve, peer, model, given in (
-        ("no n-gram", peers.transformers, "transformers", "m", {"ngram": True}),
-        ("own context", peers.transformers, "transformers", "m", {"context": 99}),
-        ("parser of tool calls", peers.transformers, "transformers", "m", {"tool_parser": "hermes"}),
         ("by itself", peers.llama_cpp, "llama.cpp", "m.gguf", {"tool_parser": "hermes"}),
         ("gguf_file MODEL --out", peers.llama_cpp, "llama.cpp", "/m/pocket", {}),
         ("context", peers.serve, "vllm", "m", {"context": 0}),

@@ -1,6 +1,5 @@
 """Peers: their commands, and groups of servers that are started, compared and ended."""
 
-import json
 import os
 import shlex
 import signal

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -47,21 +46,11 @@ class Peer:
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    module: str = ""  # that the command's Python must have, where the command is Python
 
     @property
     def words(self) -> tuple[str, ...]:
         """The whole command line, environment included."""
         return "env", *(f"{name}={value}" for name, value in self.environment.items()), *self.command
-
-    @property
-    def installed(self) -> bool:
-        """Whether its program, and the module, are there."""
-        program = shutil.which(self.command[0])
-        if program is None or not self.module:
-            return program is not None
-        asking = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.module!r}) is None)"
-        return subprocess.run([program, "-c", asking], check=False).returncode == 0
 
 
 def vllm(request: Wanted) -> Peer:
@@ -109,7 +98,7 @@ def llama_cpp(request: Wanted) -> Peer:
     options += ["--context", str(request.context), "--slots", str(SLOTS)]
     options += ["--ngram"] * request.ngram + ["--gpu"] * request.gpu
     server = str(Path(__file__).with_name("llama_server.py"))
-    return Peer((_program("python", request.venv), server, *options, *request.more), module="xllamacpp")
+    return Peer((_program("python", request.venv), server, *options, *request.more))
 
 
 def _program(name: str, venv: Path | None) -> str:
@@ -124,8 +113,8 @@ def serve(request: Wanted) -> int:
     if request.peer not in PEERS:
         raise ConfigError(f"unknown peer {request.peer!r}; known: {', '.join(PEERS)}", "peer")
     peer = PEERS[request.peer](request)
-    if request.start and not peer.installed:
-        raise ConfigError(f"cannot start {peer.module or peer.command[0]}: is it installed there?", "venv")
+    if request.start and shutil.which(peer.command[0]) is None:
+        raise ConfigError(f"cannot start {peer.command[0]}: is it installed there?", "venv")
     if request.start:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))

@@ -23,8 +23,9 @@ from typing import Any
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient, encode
 from holdfast.loadgen.conversation import Forcing, Manner, first
+from holdfast.loadgen.flags import above_zero
 from holdfast.loadgen.measure import FEW
-from holdfast.loadgen.options import MAX_TOKENS, Options, Replay, above_zero
+from holdfast.loadgen.options import MAX_TOKENS, Options, Replay
 from holdfast.loadgen.program import Program, from_zero
 from holdfast.loadgen.progress import LoopLag, bar, uncollected
 from holdfast.loadgen.report.page import check_plotting, write_report

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from holdfast.replicas.errors import ConfigError
 
 T = TypeVar("T")
 Flags = Mapping[str, Mapping[str, Any]]  # the arguments of `add_argument`, by flag or name
@@ -100,3 +103,19 @@ def counts(text: str) -> tuple[int, ...]:
     if not all(value.is_integer() for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers")
     return tuple(int(value) for value in values)
+
+
+def at_least(least: float, names: str, options: Any) -> None:
+    """Raise ConfigError for the first of these fields that is below ``least``, or no finite number."""
+    for name in names.split():
+        value, flag = getattr(options, name), name.removesuffix("_s").replace("_", "-")
+        if not least <= value < inf:
+            raise ConfigError(f"{flag} must be a number of at least {least:g}", flag)
+
+
+def above_zero(names: str, options: Any) -> None:
+    """Raise ConfigError for the first of these fields that is not a finite number more than 0."""
+    for name in names.split():
+        if not 0 < getattr(options, name) < inf:
+            flag = name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(f"{flag} must be a number more than 0", flag)

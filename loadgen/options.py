@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.flags import nested, option
+from holdfast.loadgen.flags import above_zero, at_least, nested, option
 from holdfast.loadgen.workloads.catalog import LOADED_BY, WORKLOADS
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
@@ -27,22 +27,6 @@ _PAUSE = "seconds before a server begins after another one, which may be busy fo
 _FORCED = "histories hold the scripted answers, the same everywhere"
 _SEED = "another seed draws other texts (default: 0)"
 _REPETITIONS = "repetitions of every workload or trace"
-
-
-def at_least(least: float, names: str, options: Any) -> None:
-    """Raise ConfigError for the first of these fields that is below ``least``, or no finite number."""
-    for name in names.split():
-        value, flag = getattr(options, name), name.removesuffix("_s").replace("_", "-")
-        if not least <= value < inf:
-            raise ConfigError(f"{flag} must be a number of at least {least:g}", flag)
-
-
-def above_zero(names: str, options: Any) -> None:
-    """Raise ConfigError for the first of these fields that is not a finite number more than 0."""
-    for name in names.split():
-        if not 0 < getattr(options, name) < inf:
-            flag = name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(f"{flag} must be a number more than 0", flag)
 
 
 # ---- texts of the command line ----

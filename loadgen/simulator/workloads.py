@@ -27,6 +27,7 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.loadgen.flags import above_zero
 from holdfast.loadgen.program import Beginning, Output, Program, Sized, ToolRun, Turn, sized, sized_turn
 from holdfast.loadgen.workloads.drawing import poisson
 from holdfast.loadgen.workloads.papers import (
@@ -187,9 +188,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"there is no workload {self.kind!r}; there are {', '.join(KINDS)}", "workload")
-        for name in ("programs", "turns_times", "rate", "scale", "tool_times"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name.replace('_', '-')} must be more than 0", name)
+        above_zero("programs turns_times rate scale tool_times", self)
         least = KINDS[self.kind].shared * self.scale + 2 * MAX_TOKENS
         if not least <= self.context <= CONTEXT:
             raise ConfigError(f"context must be from {least:.0f} to {CONTEXT}, not {self.context}", "context")
@@ -255,9 +254,7 @@ class Crowd:
     def __post_init__(self) -> None:
         if self.kind not in CROWDS:
             raise ConfigError(f"there is no workload {self.kind!r}; there are {', '.join(CROWDS)}", "workload")
-        for name in ("programs", "rate"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0", name)
+        above_zero("programs rate", self)
 
     def draw(self, seed: int) -> Iterator[Program]:
         """The programs in order of arrival."""

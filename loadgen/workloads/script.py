@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
 
-from holdfast.loadgen.flags import option
+from holdfast.loadgen.flags import above_zero, at_least, option
 from holdfast.loadgen.program import Json, Output, Program, Turn
 from holdfast.loadgen.workloads.words import filler
-from holdfast.replicas.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +152,9 @@ class Sizes:
     noise: int = option("load of the noisy tenant, in quiet ones", 8)
 
     def __post_init__(self) -> None:
-        above = "rate", "scale", "tool_times"
-        for name in (field.name for field in fields(self) if field.name not in above):
-            least = 0 if name == "webapp_words" else 1
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name.replace('_', '-')} must be at least {least}", name)
-        for name in above:
-            if not 0 < getattr(self, name) < inf:
-                raise ConfigError(f"{name.replace('_', '-')} must be a number more than 0", name)
+        at_least(1, "webapp_turns programs burst bursts chain jobs turns_times prompt_tokens quiet noise", self)
+        at_least(0, "webapp_words", self)
+        above_zero("rate scale tool_times", self)
 
 
 @dataclass(frozen=True, slots=True)

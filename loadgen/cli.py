@@ -53,11 +53,11 @@ BENCHMARKS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         "Read a trace in another format and write it as a mooncake_trace.", "traces.formats.main", (of.Conversion,),
     ),
     "report": (
-        "Write an HTML page with tables and plots from the JSON of a comparison.", "report.page.report", (of.Page,),
+        "Write an HTML page with tables and plots from the JSON of a comparison.", "report.page.report", (of.View,),
     ),
     "trace": (
         "Write a timeline of every program for ui.perfetto.dev from the JSON of a comparison.",
-        "report.page.timeline", (of.Timeline,),
+        "report.page.timeline", (of.View,),
     ),
     "serve-peer": (
         "Print the command line of another server with its best settings, or start it.",

@@ -222,19 +222,11 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """The page of a comparison."""
+class View:
+    """A comparison in another form: as a page or a timeline."""
 
     source: Path = option("output of `bench compare --json`", flag="", metavar="RUN.json")
-    target: Path = option("the page to write", flag="", metavar="OUT.html")
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The timeline of a comparison."""
-
-    source: Path = option("output of `bench compare --json`", flag="", metavar="RUN.json")
-    target: Path = option("the timeline to write", flag="", metavar="OUT.json")
+    target: Path = option("the file to write", flag="", metavar="OUT")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ SHOWN_OPTIONS = (
 )
 
 
-def report(options: of.Page) -> int:
+def report(options: of.View) -> int:
     """`holdfast bench report`: write the page of a comparison. Raises ConfigError."""
     write_report(read_run(options.source), options.target)
     return 0
 
 
-def timeline(options: of.Timeline) -> int:
+def timeline(options: of.View) -> int:
     """`holdfast bench trace`: write Chrome trace events, which ui.perfetto.dev opens. Raises ConfigError."""
     events = trace(read_rows(read_run(options.source)))
     _write(options.target, json.dumps(events, separators=(",", ":")) + "\n", "trace")

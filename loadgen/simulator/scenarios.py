@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.loadgen.flags import at_least
 from holdfast.loadgen.measure import Estimate, estimate, mean
 from holdfast.loadgen.program import Program
 from holdfast.loadgen.simulator import states
@@ -109,17 +110,11 @@ def _seeds(options: Namespace) -> range:
     return range(options.seed, options.seed + options.seeds)
 
 
-def _at_least_one(options: Namespace, *names: str) -> None:
-    for name in ("seeds", *names):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} must be at least 1", name)
-
-
 # ---- policies ----
 
 
 def _policies(options: Namespace) -> list[Run]:
-    _at_least_one(options, "replicas")
+    at_least(1, "seeds replicas", options)
     machine = profile(options.profile, options.cells)
     hosts = {"off": (False,), "on": (True,), "both": (False, True)}[options.host_tier]
     runs = []
@@ -167,7 +162,7 @@ def crowd_engine(machine: Profile) -> EngineConfig:
 
 
 def _placements(options: Namespace) -> list[Run]:
-    _at_least_one(options)
+    at_least(1, "seeds", options)
     machine = profile(options.profile, options.cells)
     runs = []
     for replicas, workload in product(options.replicas, options.workload or CROWDS):
@@ -304,7 +299,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def _tenants(options: Namespace) -> list[Run]:
-    _at_least_one(options, "quiet", "routers")
+    at_least(1, "seeds quiet routers", options)
     if options.tenants < 2 or options.programs < 2 * options.tenants:
         raise ConfigError("there must be two tenants, and two programs of each", "tenants")
     if options.replicas < 2 or options.replicas % 2:
@@ -380,13 +375,12 @@ SWEPT = ("baseline", "+ tags")
 
 
 def _orchestrator(options: Namespace) -> list[Run]:
-    _at_least_one(options, "agents")
+    at_least(1, "seeds agents", options)
     if options.workload not in AGENTS:
         raise ConfigError(f"there is no workload {options.workload!r}; there are {', '.join(AGENTS)}", "workload")
     if not all(rate > 0 for rate in (options.rate, *options.rates)):
         raise ConfigError("rates must be more than 0", "rates")
-    if not options.tools >= 0:
-        raise ConfigError("tools must be at least 0", "tools")
+    at_least(0, "tools", options)
     machine = profile(options.profile, options.cells)
     cases = [(options.rate, part) for part in PARTS]
     cases += [(rate, part) for rate in options.rates if rate != options.rate for part in SWEPT]
@@ -458,7 +452,7 @@ def _equal_latency(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _states(options: Namespace) -> list[Run]:
-    _at_least_one(options, "slots")
+    at_least(1, "seeds slots", options)
     machine = profile(options.profile, options.cells)
     workload = Workload(options.workload, options.programs, options.rate)
     case = f"{options.workload} {options.rate:g}/s, {options.slots} slots"

@@ -50,10 +50,9 @@ _ALWAYS = {
     ),
     "server": "header_s 10, client_connections 1024, body_rate 16 MiB a second, internal_host 127.0.0.1",
     "router": (
-        "audit_records 10000, cache_answer_bytes 262144, cache_entries 1024, cache_share 0.5, max_body_values "
-        "131072, output_estimate 512, prefill_most_s 600, prefill_s 60, program_entries 65536, "
-        "program_quota_s 600, program_rest_s 3600, program_tenant_entries 65536, single_flight true, stall_s "
-        "30, store_retry_s 1, tool_latency_s 0.5, oidc.refresh_s 300"
+        "audit_records 10000, cache_answer_bytes 262144, max_body_values 131072, output_estimate 512, "
+        "prefill_most_s 600, prefill_s 60, program_entries 65536, program_quota_s 600, program_rest_s 3600, "
+        "program_tenant_entries 65536, stall_s 30, store_retry_s 1, tool_latency_s 0.5, oidc.refresh_s 300"
     ),
 }
 """Keys of earlier versions whose value is fixed now, each with that value."""
@@ -91,6 +90,11 @@ REMOVED: Mapping[str, str] = {
     "router.long_body_bytes": "the router parses every body itself",
     "router.body_memory": "it is 4 times `router.max_body_bytes`",
     "router.cache_lease_s": "routers no longer share what they are computing",
+    "router.single_flight": "equal requests at the same moment are each computed",
+    **{
+        f"router.{name}": "cached answers are in Redis alone; their bound is `router.cache_tenant_bytes`"
+        for name in ("cache_memory", "cache_entries", "cache_share")
+    },
     "router.placement_headers": "a new program is placed by `router.parent_headers` and x-correlation-id",
     "router.store_entries": "routers always have a Redis",
     "router.store_memory": "routers always have a Redis",

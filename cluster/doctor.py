@@ -288,9 +288,9 @@ class _Model:
 
 
 def router_bytes(settings: Settings) -> int:
-    """Bytes of the host's memory that one router takes at most, about: itself, cached answers, and bodies."""
+    """Bytes of the host's memory that one router takes at most, about: itself and bodies."""
     router = settings.router
-    return ROUTER + router.cache_memory + router.body_memory + PARSED * router.max_body_bytes
+    return ROUTER + router.body_memory + PARSED * router.max_body_bytes
 
 
 def packages(facts: Facts) -> Iterator[Finding]:

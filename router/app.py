@@ -44,7 +44,6 @@ from holdfast.router.endpoints import (
     loaded_models,
     page,
     served,
-    watch_cache,
 )
 from holdfast.router.entry import (
     VERSION,
@@ -125,7 +124,6 @@ def create_app(
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies(records)
     metrics.watch("store_degraded", lambda: float(records.degraded))
-    watch_cache(metrics, cache)
     tenant_store = tenant_store or TenantStore(records, tenants)
     tenant_store.watch_purges(cache.purged)
     books = books or UsageBooks(config, Quotas(records))

@@ -85,7 +85,6 @@ class RouterConfig:
     page: bool = True  # the page at `/`, and `/v1/live`, which it shows
 
     response_cache: bool = True  # exact repeats are answered without an engine
-    cache_memory: int = 64 * 2**20  # bytes of the answers in this process
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
     cache_tenant_bytes: int = 2**26  # of the answers of one tenant that Redis has
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: not encrypted
@@ -113,9 +112,7 @@ class RouterConfig:
 
     max_body_values: ClassVar[int] = 2**17  # a body with more JSON values is refused (413): each takes time to parse
     stall_s: ClassVar[float] = 30.0  # a stream whose client takes nothing for so long is ended
-    cache_entries: ClassVar[int] = 1024  # answers in this process
     cache_answer_bytes: ClassVar[int] = 256 * 2**10  # a longer answer is not cached
-    cache_share: ClassVar[float] = 0.5  # of this process's answers, for one tenant once they are full
     prefill_s: ClassVar[float] = 60.0  # for which a prefill is kept where its client does not say
     prefill_most_s: ClassVar[float] = 600.0  # and at most
     program_entries: ClassVar[int] = 65536  # programs in this process

@@ -104,20 +104,7 @@ usage_records_waiting
 Ends of requests that Redis does not know yet > Above 0 for long: bring Redis back
 
 response_cache_lookups_total{tenant,result}
-Look-ups in the response cache: `hit`, `joined` (an equal request was computing it), `miss` or `bypass` > Few hits are
-usual: only exact repeats hit
-
-response_cache_bytes (bytes)
-Size of the answers that the router's process keeps > At `router.cache_memory` with few hits: raise it, or leave more to
-Redis
-
-response_cache_waiting
-Requests that wait for an answer that another request of the same router computes > Many for long: clients repeat
-requests before they have an answer
-
-response_cache_released_total{reason}
-Requests that computed an answer that they had waited for: the other request's client `left`, or it `failed` > `failed`:
-see `holdfast_request_errors_total`
+Look-ups in the response cache: `hit`, `miss` or `bypass` > Few hits are usual: only exact repeats hit
 
 request_fields_skipped_total{tenant,endpoint}
 Parts of requests that were left out: unknown fields, and items, blocks and tools of types that no model reads > The

@@ -79,7 +79,7 @@ class TenantCache:
 
     enabled: bool = True  # off: no answer is kept or found for it
     ttl_s: float | None = None  # an answer is forgotten after this; null: as `router.cache_ttl_s`
-    bytes: int | None = None  # of its answers in each process, and put into Redis in that time; null: as `router` says
+    bytes: int | None = None  # of its answers in Redis; null: as `router.cache_tenant_bytes`
 
     def __post_init__(self) -> None:
         for name in ("ttl_s", "bytes"):

@@ -3,14 +3,3 @@
 from holdfast.router.dispatch.dispatch_queue import QueueStats
 from holdfast.router.dispatch.fair_share_sync import FairShareSync, Ledger
 from holdfast.router.dispatch.replica_health import HEALTH, REPORT_S, Listener, ReplicaHealth, Reporter
-
-__all__ = [
-    "HEALTH",
-    "REPORT_S",
-    "FairShareSync",
-    "Ledger",
-    "Listener",
-    "QueueStats",
-    "ReplicaHealth",
-    "Reporter",
-]

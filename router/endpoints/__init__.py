@@ -2,7 +2,7 @@
 
 from holdfast.router.endpoints.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.endpoints.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
-from holdfast.router.endpoints.metrics_endpoints import MetricsEndpoints, Peers, watch_cache, watch_line, watch_redis
+from holdfast.router.endpoints.metrics_endpoints import MetricsEndpoints, Peers, watch_line, watch_redis
 from holdfast.router.endpoints.openapi import LINES, TEXT, ApiDocument, Endpoint, page, served
 from holdfast.router.endpoints.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.endpoints.program_endpoints import ProgramEndpoints
@@ -11,38 +11,3 @@ from holdfast.router.endpoints.session_homes import SessionHomes
 from holdfast.router.endpoints.sessions import SessionEndpoints
 from holdfast.router.endpoints.status import ClusterStatus, Live, LiveQuery, PageFiles, StatusQuery
 from holdfast.router.endpoints.turns import Turns
-
-__all__ = [
-    "LINES",
-    "TEXT",
-    "AdminEndpoints",
-    "ApiDocument",
-    "ChatFormat",
-    "ClusterStatus",
-    "CompactionFormat",
-    "CompletionFormat",
-    "Endpoint",
-    "Format",
-    "Live",
-    "LiveQuery",
-    "MessagesFormat",
-    "MetricsEndpoints",
-    "PageFiles",
-    "Peers",
-    "PrefillEndpoints",
-    "ProgramEndpoints",
-    "ResponseEndpoints",
-    "ResponsesFormat",
-    "SessionEndpoints",
-    "SessionHomes",
-    "StatusQuery",
-    "StoredPrefills",
-    "Turns",
-    "UsageEndpoints",
-    "loaded_models",
-    "page",
-    "served",
-    "watch_cache",
-    "watch_line",
-    "watch_redis",
-]

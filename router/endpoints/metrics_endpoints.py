@@ -17,7 +17,7 @@ from holdfast.router.dispatch import QueueStats
 from holdfast.router.entry import Merged, RouterMetrics, caller, json_response
 from holdfast.router.placement import Reason
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.records import RedisInfo, ResponseCache
+from holdfast.router.records import RedisInfo
 from holdfast.router.tenants import TenantDirectory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -98,16 +98,6 @@ def _text(text: str) -> Response:
 
 
 # ---- metrics that are kept elsewhere in the router ----
-
-
-def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
-    """Show what this process keeps of answers, and who waits for an answer that is being computed."""
-    flights = cache.flights
-    metrics.watch("response_cache_bytes", lambda: float(cache.weight))
-    metrics.watch("response_cache_waiting", lambda: float(flights.waiting))
-    metrics.watch(
-        "response_cache_released_total", lambda: {("left",): float(flights.left), ("failed",): float(flights.failed)}
-    )
 
 
 def watch_line(metrics: RouterMetrics, read: Callable[[], QueueStats]) -> None:

@@ -7,12 +7,11 @@ one outcome and gives back what it holds.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,7 +41,6 @@ from holdfast.router.entry import (
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
 from holdfast.router.records import (
-    AnswerLeader,
     Begun,
     CachedAnswer,
     CacheQuery,
@@ -86,7 +84,6 @@ from holdfast.router.tenants import Tenant
 from holdfast.router.tracing import server_timing
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 HEADERS_S = 5.0  # within which a stream that begins later, or fails, has an HTTP status of its own
 OUTPUT_ESTIMATE = 512  # tokens that a request without `max_tokens` is expected to generate
@@ -112,7 +109,6 @@ class Generation:
     fresh_draw: bool
     named: NamedRequest | None  # by an `Idempotency-Key`
     begun: Begun = field(init=False)  # once it is a turn of its program
-    leader: AnswerLeader | None = None  # other requests may wait for its answer
 
     @property
     def turn(self) -> Turn:
@@ -278,9 +274,6 @@ class Turns:
             raise
         if isinstance(response, Response):
             return response
-        if call.facts.cache == "":  # the request waits for the answer to an equal one
-            call.headers.cache = CacheResult.JOINED.value
-            call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
         return EventStream(response, None, self._config.stall_s, SILENCE_S)
 
     async def _answer(self, generation: Generation, held: ExitStack) -> Response:
@@ -289,39 +282,24 @@ class Turns:
         Raises HoldfastError that names the request's own fields.
         """
         try:
-            result = await self._look_up(generation, held)
-            if isinstance(result, CachedAnswer):
-                return await self._repeat(generation, result)
-            generation.leader = result
+            cached = await self._look_up(generation)
+            if cached is not None:
+                return await self._repeat(generation, cached)
             return await self._ask_replica(generation, held)
         except HoldfastError as error:
             raise generation.turn.fields.error(error) from error.__cause__
 
     # ---- from the response cache ----
 
-    async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | AnswerLeader | None:
-        """The answer from the cache, or from an equal request in flight. Returns a leader if other requests may wait
-        for this one's answer. `held` ends the leader in any case, so that they learn of any end.
-        """
-        query, result = generation.cache_query, None
-        if query is not None:
-
-            async def wait(work: Coroutine[Any, Any, T]) -> T:
-                async with self._entry.drain.bounded():
-                    return await until_disconnect(generation.call.request.receive, work)
-
-            def adopt(leader: AnswerLeader) -> None:
-                held.push(leader.__exit__)
-
-            result = await self._cache.seek(query, wait, adopt)
+    async def _look_up(self, generation: Generation) -> CachedAnswer | None:
+        query = generation.cache_query
+        cached = None if query is None else await self._cache.find(query)
         if query is None or query.fresh:
-            cached = CacheResult.BYPASS
-        elif isinstance(result, CachedAnswer):
-            cached = CacheResult.JOINED if result.joined else CacheResult.HIT
+            result = CacheResult.BYPASS
         else:
-            cached = CacheResult.MISS
-        generation.call.looked_up(cached.value)
-        return result
+            result = CacheResult.MISS if cached is None else CacheResult.HIT
+        generation.call.looked_up(result.value)
+        return cached
 
     async def _repeat(self, generation: Generation, cached: CachedAnswer) -> Response:
         """The answer to an equal request, with ids of its own."""
@@ -436,7 +414,6 @@ class Turns:
             exchange.kept,
             generation.turn.fields,
             None if generation.named is None else partial(self._keep_answer, generation),
-            (lambda: None) if generation.leader is None else generation.leader.leave,
         )
         try:
             await connection.during(events.start())
@@ -494,7 +471,7 @@ class Turns:
     def _cache_answer(self, generation: Generation, answer: Answer) -> None:
         if generation.cache_query is not None:
             stored = _for_any_program(answer) if generation.turn.program_end else answer
-            self._cache.keep(generation.cache_query, stored, generation.leader)
+            self._cache.keep(generation.cache_query, stored)
 
 
 async def _usage_of_all(backend: Backend, request_ids: Sequence[str], others: Sequence[Choice]) -> tuple[Usage, bool]:

@@ -28,7 +28,7 @@ from holdfast.router.records.identity import (
 )
 from holdfast.router.records.lru import SHARE, Lru
 from holdfast.router.records.programs import Begun, Program, ProgramTable, Run, ToolGap
-from holdfast.router.records.response_cache import AnswerLeader, CachedAnswer, CacheQuery, CacheResult, ResponseCache
+from holdfast.router.records.response_cache import CachedAnswer, CacheQuery, CacheResult, ResponseCache
 from holdfast.router.records.round_trips import RoundTrips
 from holdfast.router.records.session_histories import Home, SavedSession, SessionHistories, SessionRecord
 from holdfast.router.records.store import Argument, PutResult, Records, RedisAddress, RedisInfo

@@ -2,5 +2,3 @@
 
 from holdfast.router.streaming.event_stream import EVENT_HEADERS, SILENCE_S, Connection, EventStream, until_disconnect
 from holdfast.router.streaming.turn_stream import TurnStream, soon
-
-__all__ = ["EVENT_HEADERS", "SILENCE_S", "Connection", "EventStream", "TurnStream", "soon", "until_disconnect"]

@@ -27,7 +27,7 @@ class TurnStream:
 
     `encoders` write the answers of a request, one each. `finish` gets the replica and the whole answer; the client
     gets the last events after that, as `kept` returns them. `on_whole` gets all events before the client has the last
-    one. `on_left` is called if the client leaves before the end. `fields` are the request's own field names.
+    one. `fields` are the request's own field names.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class TurnStream:
         kept: Callable[[bytes], bytes] = lambda events: events,
         fields: FieldNames = CHAT_FIELDS,
         on_whole: Callable[[bytes], Awaitable[None]] | None = None,
-        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -52,7 +51,6 @@ class TurnStream:
         self._kept = kept
         self._fields = fields
         self._on_whole = on_whole
-        self._on_left = on_left
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
         self._batches_sent: list[bytes] = []
@@ -99,8 +97,6 @@ class TurnStream:
         finally:
             with self.held:
                 self._call.end(Outcome.ABORTED)  # counts only if the request has not ended before
-                if self._built.terminal is None:
-                    self._on_left()
 
     def _open(self) -> None:
         self._opening = b"".join([each.opening() for each in self._encoders])

@@ -4,7 +4,7 @@ from helm.build.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind,
 
 WHO = Chosen((JOB, MODEL, TENANT))
 ALL = Chosen((JOB, TENANT))  # for metrics that know no model
-LOOKED = "hit|joined|miss"  # look-ups that had something to find
+LOOKED = "hit|miss"  # look-ups that had something to find
 OF = Chosen((JOB,))  # and for those that know no tenant
 
 
@@ -52,29 +52,14 @@ BOARD = Board(
                 ),
                 graph(
                     "From the response cache",
-                    "Share of look-ups that found an exact repeat, or somebody who was computing it.",
+                    "Share of look-ups that found an exact repeat.",
                     Unit.SHARE,
                     Query(
-                        f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit|joined')}"
+                        f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit')}"
                         f" or 0 * {ALL.rate('holdfast_response_cache_lookups_total', 'tenant')})"
                         f" / {ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result=LOOKED)}",
                         "{{tenant}}",
                     ),
-                ),
-                graph(
-                    "The response cache in routers",
-                    "Answers that their processes keep.",
-                    Unit.BYTES,
-                    Query(OF.total("holdfast_response_cache_bytes", "router"), "{{router}}"),
-                    width=12,
-                ),
-                graph(
-                    "Waiting for another's answer",
-                    "Requests that wait for one that is being computed, and those that had to compute it after all.",
-                    Unit.PLAIN,
-                    Query(OF.total("holdfast_response_cache_waiting"), "waiting"),
-                    Query(OF.rate("holdfast_response_cache_released_total", "reason"), "{{reason}}, a second"),
-                    width=12,
                 ),
             ),
         ),

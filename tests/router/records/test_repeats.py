@@ -141,3 +141,11 @@ def test_without_prompt_seeds_an_answer_of_a_seed_is_cached():
     asked = ({"seed": 3}, {"seed": 3}, {"n": 2})
     assert [world.chat(**body).headers["x-holdfast-cache"] for body in asked] == ["miss", "hit", "bypass"]
     assert len({request.sampling.seed for request in world.backend.requests} - {None}) == 3
+
+
+def test_no_store_keeps_nothing_and_no_cache_keeps_the_new_answer():
+    world = World()
+    for control, result in (("no-store", "bypass"), ("", "miss"), ("no-cache", "bypass"), ("", "hit")):
+        answer = world.call("POST", CHAT, json=chat_body(), headers={"cache-control": control})
+        assert answer.headers["x-holdfast-cache"] == result
+    assert len(world.backend.requests) == 3

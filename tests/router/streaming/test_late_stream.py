@@ -131,20 +131,6 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed():
     assert (world.outcomes(), world.in_flight(), world.backend.open_streams) == ({"aborted": 1}, 0, 0)
 
 
-@pytest.mark.anyio
-async def test_who_waits_for_the_answer_to_an_equal_request_hears_of_it():
-    world, form = SlowWorld(BEGUN), FORMATS[0]
-    async with world.client() as client:
-        answers = await asyncio.gather(*(client.post(form.path, json=form.streamed()) for _ in range(3)))
-    assert len(world.backend.requests) == 1
-    for answer in answers:
-        assert answer.status_code == 200
-        assert answer.text.startswith(COMMENT.decode())
-        assert form.ends(plain(answer.text)) == [form.whole]
-    results = sorted(answer.headers["x-holdfast-cache"] for answer in answers)
-    assert results[:2] == ["joined", "joined"]  # the one that computes may begin to look before it knows
-
-
 def test_the_official_clients_pass_over_silence():
     world = SlowWorld(BEGUN, (0, 1, 2))
     fresh = {"cache-control": "no-store"}

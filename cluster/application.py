@@ -33,8 +33,7 @@ from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
 from holdfast.router.app import create_app
-from holdfast.router.dispatch import HEALTH, REPORT_S, FairShareSync, Listener
-from holdfast.router.dispatch.affinity import RoutersShares
+from holdfast.router.dispatch import HEALTH, Listener
 from holdfast.router.dispatch.serve_private import proxy_host
 from holdfast.router.endpoints import watch_line, watch_redis
 from holdfast.router.entry import Audit, Drain, IdentityTokens, Quotas, RouterMetrics, TenantStore, TurnLog, UsageBooks
@@ -89,8 +88,6 @@ class Ingress:
         watch_line(self._metrics, lambda: HEALTH.queue_stats)
         watch_redis(self._metrics, self._records)
         self._health = Listener(self._records, HEALTH, settings.placement.silent_s)
-        self._sync = FairShareSync(self._records, "slots", RoutersShares(HEALTH))
-        self._sync.start(REPORT_S)
         self._latencies = ToolLatencies(self._records)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
@@ -166,7 +163,6 @@ class Ingress:
         await self._audit.close()
         await self._books.close()
         await self._health.close()
-        await self._sync.close()
         await self._latencies.close()
         await self._records.close()
         if self._spans is not None:

@@ -84,7 +84,7 @@ class EngineReplica:
         self._latencies = Reader(self._records)
         looking = forever(self._read_latencies, router.tool_latency_s, "reading the cluster's tool latencies")
         self._looking = asyncio.get_running_loop().create_task(looking)
-        self._sync = FairShareSync(self._records, "steps", StepSharing(self._service))
+        self._sync = FairShareSync(self._records, StepSharing(self._service))
         self._sync.start(every_s)
         self._reporter = Reporter(self._records, self._id, self._load, every_s)
 
@@ -205,7 +205,7 @@ class EngineReplica:
 
 
 class StepSharing:
-    """A replica's steps, as one participant of `FairShareSync`."""
+    """A replica's steps, as `FairShareSync` takes them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -26,7 +25,7 @@ from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import Priority
 from holdfast.router.backend import ANYWHERE, RoutingHint
 from holdfast.router.dispatch import replica_health
-from holdfast.router.dispatch.dispatch_queue import UNSHARED, DispatchQueue, FairShareKey, QueueStats, SlotShares
+from holdfast.router.dispatch.dispatch_queue import UNSHARED, DispatchQueue, FairShareKey, QueueStats
 from holdfast.router.dispatch.replica_health import ReplicaHealth
 from holdfast.router.dispatch.serve_private import GuardedCall, GuardedReplica, RouterHooks
 from holdfast.router.placement import (
@@ -154,10 +153,6 @@ class AffinityRouter(RouterHooks):
             balance=self._placement.balance,
             placed=self._stats.placed.copy(),
         )
-
-    @property
-    def shares(self) -> SlotShares:
-        return self._queue.shares
 
     # ---- choosing ----
 
@@ -416,25 +411,6 @@ class AffinityRouter(RouterHooks):
     def on_report(self, replica_id: str, report: LoadReport) -> None:
         """A replica reported its load."""
         self._placement.report(replica_id, report)
-
-
-class RoutersShares:
-    """The slots of all request routers of a process, as one participant of `FairShareSync`."""
-
-    def __init__(self, health: ReplicaHealth) -> None:
-        self._health = health
-
-    @property
-    def contended(self) -> Mapping[str, float]:
-        total: dict[str, float] = {}
-        for router in self._health.routers:
-            for name, seconds in router.shares.contended.items():
-                total[name] = total.get(name, 0.0) + seconds
-        return total
-
-    def learn(self, elsewhere: Mapping[str, float]) -> None:
-        for router in self._health.routers:
-            router.shares.learn(elsewhere)
 
 
 def _with_room(replica_id: str, request: PlacementRequest) -> Decision:

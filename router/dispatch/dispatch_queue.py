@@ -224,15 +224,6 @@ class SlotShares:
             return None
         return most
 
-    def learn(self, elsewhere: Mapping[str, float]) -> None:
-        """Count seconds of slots at other routers, by the names of `contended`."""
-        self._fair.learn(elsewhere)
-
-    @property
-    def contended(self) -> Mapping[str, float]:
-        """Seconds of slots while others waited, by `<class>/<tenant>`, for other routers to count."""
-        return self._fair.contended
-
     def _arrive(self, key: FairShareKey, now: float, *, alone: bool) -> Turn:
         if not key.tenant:
             return (0.0, 0.0)

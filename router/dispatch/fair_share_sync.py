@@ -1,10 +1,7 @@
-"""Contended service of tenants, summed over all replicas and routers in Redis, so that shares hold cluster-wide.
+"""Contended service of tenants in seconds of steps, summed over all replicas in Redis, so shares hold cluster-wide.
 
-    replicas   seconds of steps, by class and tenant
-    routers    seconds of slots
-
-Each participant adds its new seconds and reads the sums, in one script. The growth of a sum beyond its own seconds was
-served elsewhere. While Redis is away each participant uses its own counts, and adds them later. If a reply of Redis is
+Each replica adds its new seconds and reads the sums, in one script. The growth of a sum beyond its own seconds was
+served elsewhere. While Redis is away each replica uses its own counts, and adds them later. If a reply of Redis is
 lost, its seconds may count twice.
 """
 
@@ -15,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.router.background import forever
+from holdfast.router.background import forever, stop
 from holdfast.router.records import Records
 
+KEY = "served/steps"
 TTL_S = 3600  # sums that nobody adds to are forgotten after this
 IDLE = 60  # looks without service here, after which a tenant's sum is no longer read
 MOST = 1024  # tenants in one look, those served last
@@ -46,14 +44,14 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The update from one participant: `seconds` are new, `total` is all that it has served."""
+    """The update from one replica: `seconds` are new, `total` is all that it has served."""
 
     seconds: Mapping[str, float]
     total: Mapping[str, float]
 
 
 class Ledger:
-    """One participant's view of the sums. Pure."""
+    """One replica's view of the sums. Pure."""
 
     def __init__(self) -> None:
         self._added: dict[str, float] = {}  # seconds of its own that are in the sums
@@ -89,11 +87,10 @@ class Ledger:
 
 
 class FairShareSync:
-    """Syncs `sharing` with the sums of `unit` once in `every_s`, once it is started on an event loop."""
+    """Syncs `sharing` with the sums once in `every_s`, once it is started on an event loop."""
 
-    def __init__(self, scripts: Records, unit: str, sharing: Sharing) -> None:
+    def __init__(self, scripts: Records, sharing: Sharing) -> None:
         self._scripts = scripts
-        self._key = f"served/{unit}"
         self._sharing = sharing
         self._ledger = Ledger()
         self._task: asyncio.Task[object] | None = None
@@ -102,9 +99,7 @@ class FairShareSync:
         self._task = asyncio.get_running_loop().create_task(forever(self.sync, every_s, "sharing among tenants"))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await stop(self._task)
 
     async def sync(self) -> None:
         """Add what is new and learn what others added."""
@@ -112,6 +107,6 @@ class FairShareSync:
         if not delta.seconds:
             return
         arguments = [each for name, seconds in delta.seconds.items() for each in (name, f"{seconds:.6f}")]
-        sums = await self._scripts.try_script(_ADD, [self._key], [TTL_S, *arguments])
+        sums = await self._scripts.try_script(_ADD, [KEY], [TTL_S, *arguments])
         if sums is not None and (elsewhere := self._ledger.elsewhere(delta, map(float, sums))):
             self._sharing.learn(elsewhere)

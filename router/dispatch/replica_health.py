@@ -18,8 +18,8 @@ from weakref import WeakSet
 import orjson
 
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.background import forever
-from holdfast.router.dispatch.dispatch_queue import QueueStats, SlotShares
+from holdfast.router.background import forever, stop
+from holdfast.router.dispatch.dispatch_queue import QueueStats
 from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,6 @@ class RequestRouter(Protocol):
 
     @property
     def stats(self) -> QueueStats: ...
-
-    @property
-    def shares(self) -> SlotShares: ...
 
     def on_report(self, replica_id: str, report: LoadReport) -> None:
         """A replica reported its load."""
@@ -161,8 +158,7 @@ class Reporter:
         self._task = asyncio.get_running_loop().create_task(forever(self._report, every_s, "reporting the load"))
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await stop(self._task)
 
     async def _report(self) -> None:
         if (report := self._load()) is not None:
@@ -186,9 +182,7 @@ class Listener:
         }
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        await stop(*self._tasks)
 
     async def _listen(self) -> None:
         """Read the channel until it is lost."""

@@ -19,7 +19,7 @@ from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.backend import RoutingHint
-from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pending, RoutersShares
+from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pending
 from holdfast.router.dispatch.replica_health import ReplicaHealth
 from holdfast.router.placement import Reason, Weights
 
@@ -295,32 +295,6 @@ def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[t
 def changed(request: PendingRequest, **changes: Any) -> PendingRequest:
     request.args[0] = replace(request.args[0], **changes)
     return arrived(request)
-
-
-@pytest.mark.parametrize(("heard", "order"), [(0.0, "bibibibi"), (30.0, "biiiibbb")])
-async def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: float, order: str) -> None:
-    """From its next turn on. Each turn takes a second here."""
-    health, now, served = ReplicaHealth(), [0.0], list[str]()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-        made, (a,) = waiting_for("a", health=health, fair=True)
-        holder = changed(turn("first", 0.0), scope="other")
-        await made.choose(holder)
-
-        async def ask(request: PendingRequest) -> None:
-            await made.choose(request)
-            served.append(request.args[0].scope)
-            now[0] += 1.0
-            await asyncio.sleep(0)
-            ends(made, request, a.replica_id)
-
-        asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
-        waiting = [asyncio.create_task(ask(each)) for each in asked]
-        await turns()
-        RoutersShares(health).learn({"interactive/b": heard})
-        ends(made, holder, a.replica_id)
-        await asyncio.gather(*waiting)
-    assert "".join(served) == order
 
 
 async def test_in_line_a_program_with_many_forks_has_one_turn() -> None:

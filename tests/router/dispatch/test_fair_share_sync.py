@@ -37,7 +37,7 @@ async def look(sync: FairShareSync) -> dict[str, float]:
 
 async def test_each_hears_what_the_others_have_served_since_it_takes_part(records):
     parties = [One() for _ in range(3)]
-    syncs = [FairShareSync(records, "steps", one) for one in parties]
+    syncs = [FairShareSync(records, one) for one in parties]
     for sync, one in zip(syncs, parties, strict=True):
         one.serve("interactive/a", 1.0)
         await sync.sync()
@@ -55,7 +55,7 @@ async def test_each_hears_what_the_others_have_served_since_it_takes_part(record
 
 async def test_what_was_served_while_redis_was_away_is_told_afterwards(records):
     one, two = One(), One()
-    mine, other = FairShareSync(records, "steps", one), FairShareSync(records, "steps", two)
+    mine, other = FairShareSync(records, one), FairShareSync(records, two)
     one.serve("batch/a", 1.0)
     await mine.sync()
     two.serve("batch/a", 5.0)
@@ -93,7 +93,7 @@ def test_a_tenant_that_was_forgotten_begins_again_and_takes_nothing_back():
 
 async def test_a_redis_that_has_lost_the_sums_invents_nothing(store):
     one, two = One(), One()
-    mine, other = FairShareSync(store, "steps", one), FairShareSync(store, "steps", two)
+    mine, other = FairShareSync(store, one), FairShareSync(store, two)
     one.serve("interactive/a", 100.0)
     two.serve("interactive/a", 50.0)
     for sync in (mine, other, mine):
@@ -108,7 +108,7 @@ async def test_a_redis_that_has_lost_the_sums_invents_nothing(store):
 
 async def test_it_syncs_by_itself(records):
     one, two = One(), One()
-    syncs = [FairShareSync(records, "slots", each) for each in (one, two)]
+    syncs = [FairShareSync(records, each) for each in (one, two)]
     for sync in syncs:
         sync.start(0.01)
 

@@ -25,7 +25,7 @@ from holdfast.replicas.stats import LoadReport
 from holdfast.router.backend import RoutingHint
 from holdfast.router.dispatch import replica_health, serve_private
 from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Pending
-from holdfast.router.dispatch.dispatch_queue import QueueStats, SlotShares
+from holdfast.router.dispatch.dispatch_queue import QueueStats
 from holdfast.router.dispatch.replica_health import REPORT_S, Listener, ReplicaHealth, Reporter, decode, encode
 from holdfast.router.placement import PlacementConfig
 from holdfast.router.records.store import Records
@@ -47,7 +47,6 @@ class Watcher:
 
     def __init__(self) -> None:
         self.heard: dict[str, LoadReport] = {}
-        self.shares = SlotShares()
         self.changes = 0
         self.changed = asyncio.Event()
         self.now = 0.0

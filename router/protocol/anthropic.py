@@ -634,9 +634,9 @@ def signature(thoughts: str) -> str:
 # ---- the events ----
 
 DELTAS = {  # the type of a delta, and the name of its text
-    "text": b'"text_delta","text"',
-    "reasoning": b'"thinking_delta","thinking"',
-    "call": b'"input_json_delta","partial_json"',
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
 
 
@@ -682,15 +682,15 @@ class AnthropicEncoder(ItemEncoder):
         return self._add("call", {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}})
 
     def _add(self, kind: str, block: dict[str, Any]) -> bytes:
-        before = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b:'
-        self._open = OpenItem(kind, block, before % (self._index, DELTAS[kind]))
+        self._open = OpenItem(kind, block)
         return _event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
         assert self._open is not None  # a block begins before its deltas
         if self._open.kind == "reasoning":
             self._open.texts.append(text)
-        return self._open.before_delta + orjson.dumps(text) + b"}}\n\n"
+        kind, name = DELTAS[self._open.kind]
+        return _event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
     def _close(self, *, closed: bool = False) -> bytes:
         block, self._open = self._open, None

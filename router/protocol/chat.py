@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias
 
-import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic accepts typing's own only from Python 3.12 on
 
@@ -562,7 +561,6 @@ class ChatEncoder(ChunkEncoder):
     """
 
     KIND = "chat.completion.chunk"
-    AROUND = (b'"delta":{"content":', b"}")
     LAST: ClassVar = {"delta": {}}
 
     def __init__(self, *head: Any, event_names: bool = False, thoughts: bool = True) -> None:
@@ -573,7 +571,9 @@ class ChatEncoder(ChunkEncoder):
     def opening(self) -> bytes:
         return self.chunk(None, None, delta={"role": "assistant", "content": "", "refusal": None})
 
-    def scored(self, piece: TextDelta) -> bytes:
+    def text(self, piece: TextDelta) -> bytes:
+        if not piece.text and not piece.logprobs:
+            return b""
         return self.chunk(chat_logprobs(piece.logprobs), None, delta={"content": piece.text})
 
     def reasoning(self, piece: ReasoningDelta) -> bytes:
@@ -583,8 +583,7 @@ class ChatEncoder(ChunkEncoder):
         call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
         if piece.name is not None:
             call = {"index": piece.index, **chat_call(piece.call_id, piece.name, piece.arguments)}
-        chunk = self.chunk(None, None, delta={"tool_calls": [call]})
         if not piece.closed:
-            return chunk
-        closed = orjson.dumps({"holdfast": {"tool_call_closed": piece.index}})
-        return self._closed_name + chunk.removesuffix(b"}\n\n") + b"," + closed[1:] + b"\n\n"
+            return self.chunk(None, None, delta={"tool_calls": [call]})
+        closed = {"holdfast": {"tool_call_closed": piece.index}}
+        return self._closed_name + self.chunk(None, None, closed, delta={"tool_calls": [call]})

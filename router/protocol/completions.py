@@ -103,14 +103,15 @@ class CompletionEncoder(ChunkEncoder):
     """Writes `text_completion` chunks. Completions have no reasoning and no tool calls."""
 
     KIND = OBJECT
-    AROUND = (b'"text":', b"")
     LAST: ClassVar = {"text": ""}
 
     def __init__(self, *head: Any) -> None:
         super().__init__(*head)
         self._offsets = TextOffsets()
 
-    def scored(self, piece: TextDelta) -> bytes:
+    def text(self, piece: TextDelta) -> bytes:
+        if not piece.text and not piece.logprobs:
+            return b""
         return self.chunk(completion_logprobs(piece.logprobs, self._offsets), None, text=piece.text)
 
 

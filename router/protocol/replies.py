@@ -73,21 +73,16 @@ class Encoder:
 
 @dataclass(slots=True)
 class OpenItem:
-    """The item that is being written: as it was announced, the bytes before each delta, and the deltas since then."""
+    """The item that is being written: as it was announced, and the deltas since then."""
 
     kind: str
     item: dict[str, Any]
-    before_delta: bytes
     texts: list[str] = field(default_factory=list)
     logprobs: list[LogprobText] = field(default_factory=list)
 
 
 class ItemEncoder(Encoder):
-    """Writes a reply as items, one after the other: text, reasoning or a call. A piece of another kind closes an item.
-
-    The parts that are the same in every delta of an item are made once, so that a token costs one JSON string and one
-    join.
-    """
+    """Writes a reply as items, one after the other: text, reasoning or a call. A piece of another kind ends an item."""
 
     def __init__(self) -> None:
         self._open: OpenItem | None = None
@@ -95,8 +90,6 @@ class ItemEncoder(Encoder):
     def text(self, piece: TextDelta) -> bytes:
         if not piece.text and not piece.logprobs:
             return b""
-        if self._open is not None and self._open.kind == "text":  # as for nearly every token
-            return self._delta(piece.text, piece.logprobs)
         return self._within("text") + self._delta(piece.text, piece.logprobs)
 
     def reasoning(self, piece: ReasoningDelta) -> bytes:
@@ -132,34 +125,15 @@ class ItemEncoder(Encoder):
 
 
 class ChunkEncoder(Encoder):
-    """Base of the encoders of chat completions and completions: everything but the choice inside a chunk.
-
-    A chunk of text is the text between two constants, so that a token costs one JSON string and one join.
-    """
+    """Base of the encoders of chat completions and completions: everything but the choice inside a chunk."""
 
     KIND = ""  # the chunk's `object`
-    AROUND = (b"", b"")  # the members of a choice before and after its text
     LAST: ClassVar[Mapping[str, Any]] = {}  # the members of the last choice
 
     def __init__(self, reply_id: str, created: int, model: str, include_usage: bool = False, index: int = 0) -> None:
         self._head = {"id": reply_id, "object": self.KIND, "created": created, "model": model}
         self._include_usage = include_usage
         self._index = index
-        self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":%d,' % index
-        self._end = b'}],"usage":null' if include_usage else b"}]"
-        self._close = self._end + b"}\n\n"
-        before, after = self.AROUND
-        self._text_open = self._open + before
-        self._text_close = after + b',"logprobs":null,"finish_reason":null' + self._close
-
-    def text(self, piece: TextDelta) -> bytes:
-        if piece.logprobs:
-            return self.scored(piece)
-        return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
-
-    def scored(self, piece: TextDelta) -> bytes:
-        """A chunk of text with log probabilities."""
-        raise NotImplementedError
 
     def completed(self, piece: Completed) -> bytes:
         """The last chunk of the choice. The first choice ends last: usage, if asked for, and the end mark follow it."""
@@ -178,9 +152,11 @@ class ChunkEncoder(Encoder):
     def failed(self, error: ErrorInfo) -> bytes:
         return b"data: " + api_error(error).body + b"\n\n"
 
-    def chunk(self, logprobs: Any, reason: str | None, **choice: Any) -> bytes:
-        inside = orjson.dumps({**choice, "logprobs": logprobs, "finish_reason": reason})
-        return self._open + inside[1:-1] + self._close
+    def chunk(self, logprobs: Any, reason: str | None, more: Mapping[str, Any] | None = None, **choice: Any) -> bytes:
+        """A chunk with this choice; `more` are members beside the choices."""
+        whole = {"index": self._index, **choice, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self._include_usage else {}
+        return b"data: " + orjson.dumps({**self._head, "choices": [whole], **usage, **(more or {})}) + b"\n\n"
 
 
 def whole_reply(

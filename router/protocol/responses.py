@@ -784,8 +784,7 @@ class ResponseEncoder(ItemEncoder):
         else:
             item = {"id": f"rs_{self._unique}_{index}", "type": "reasoning", "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
-        added = self._add(kind, item, b'"content_index":0,' + (b'"logprobs":[],' if kind == "text" else b""))
-        return added + self._of_item("response.content_part.added", content_index=0, part=part)
+        return self._add(kind, item) + self._of_item("response.content_part.added", content_index=0, part=part)
 
     def _begin_call(self, piece: ToolCallDelta) -> bytes:
         tool = self._tools.called(piece.name or "")
@@ -799,31 +798,25 @@ class ResponseEncoder(ItemEncoder):
             **({"namespace": tool.namespace} if tool is not None and tool.namespace else {}),
             "arguments" if self._custom is None else "input": "",
         }
-        return self._add("call", item, b"")
+        return self._add("call", item)
 
     def _arguments(self, arguments: str) -> bytes:
         text = arguments if self._custom is None else self._custom.feed(arguments)
         return self._delta(text) if text else b""
 
-    def _add(self, kind: str, item: dict[str, Any], fields: bytes) -> bytes:
-        event, index = DELTAS[item["type"]], len(self._items)
-        same = orjson.dumps({"type": event, "item_id": item["id"], "output_index": index})[:-1]
-        self._open = OpenItem(kind, item, f"event: {event}\ndata: ".encode() + same + b"," + fields + b'"delta":')
-        return self._event("response.output_item.added", output_index=index, item=item)
+    def _add(self, kind: str, item: dict[str, Any]) -> bytes:
+        self._open = OpenItem(kind, item)
+        return self._event("response.output_item.added", output_index=len(self._items), item=item)
 
     def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
-        item = self._open
-        assert item is not None  # an item begins before its deltas
-        item.texts.append(text)
-        if logprobs:
-            item.logprobs.extend(logprobs)
-        if not self._streams:
-            return b""
-        if logprobs:
-            scores = scored_tokens(logprobs)
-            return self._of_item(DELTAS["message"], content_index=0, delta=text, logprobs=scores)
-        self._sequence += 1
-        return b'%b%b,"sequence_number":%d}\n\n' % (item.before_delta, orjson.dumps(text), self._sequence - 1)
+        opened = self._open
+        assert opened is not None  # an item begins before its deltas
+        opened.texts.append(text)
+        opened.logprobs.extend(logprobs)
+        fields: dict[str, Any] = {} if opened.kind == "call" else {"content_index": 0}
+        if opened.kind == "text":
+            fields["logprobs"] = scored_tokens(logprobs)
+        return self._of_item(DELTAS[opened.item["type"]], **fields, delta=text)
 
     def _close(self, *, closed: bool = False, cut: bool = False) -> bytes:
         opened = self._open

@@ -19,8 +19,6 @@ from holdfast.router.streaming.event_stream import EventStream
 
 log = logging.getLogger(__name__)
 
-ASKED_S = 0.001  # by which a replica has been asked: from then on the router has time until its first token
-
 
 class TurnStream:
     """A `Source` of events. Call `start` first; `close` gives back what `held` holds and the replica's generator.
@@ -52,33 +50,28 @@ class TurnStream:
         self._fields = fields
         self._on_whole = on_whole
         self._built = AnswerBuilder()
-        self._opening: bytes | None = None
+        self._opening = b""
         self._batches_sent: list[bytes] = []
 
     async def start(self) -> None:
-        """Wait for the first pieces, and write the opening events meanwhile.
+        """Wait for the first pieces, and write the opening events.
 
         Raises HoldfastError if the reply is an error from the first piece on: it can still become an HTTP error. The
         caller then gives everything back.
         """
-        ahead = asyncio.get_running_loop().call_later(ASKED_S, self._open)
-        try:
-            async with self._drain.bounded():
-                batch = await anext(self._batches, None)
-        finally:
-            ahead.cancel()
+        async with self._drain.bounded():
+            batch = await anext(self._batches, None)
         if batch is None:
             raise _ended_early()
         self.replica_id = batch.replica_id
         first = batch.pieces[0]
         if isinstance(first, Errored):
             raise ReplyError(first.error, first.usage)
-        if self._opening is None:  # the first pieces arrived at once
-            self._open()
-        self._opening = (self._opening or b"") + await self._take(batch)
+        opening = b"".join([each.opening() for each in self._encoders])
+        self._opening = opening + await self._take(batch)
 
     async def next(self) -> bytes | None:
-        data, self._opening = self._opening or b"", b""
+        data, self._opening = self._opening, b""
         while not data and self._built.terminal is None:
             data = await self._receive()
         if data and self._on_whole is not None:
@@ -97,9 +90,6 @@ class TurnStream:
         finally:
             with self.held:
                 self._call.end(Outcome.ABORTED)  # counts only if the request has not ended before
-
-    def _open(self) -> None:
-        self._opening = b"".join([each.opening() for each in self._encoders])
 
     async def _receive(self) -> bytes:
         try:

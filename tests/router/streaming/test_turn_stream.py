@@ -1,41 +1,13 @@
-import asyncio
 import json
 
 import pytest
-from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World, begun
+from fake_backend import DONE, FORMATS, FakeBackend, World
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, TextDelta
-from holdfast.router.backend import Batch
-from holdfast.router.entry.admission import Drain
-from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.records.stored_responses import StoredResponses
-from holdfast.router.streaming.turn_stream import TurnStream
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for():
-    written = asyncio.Event()
-
-    class Noting(ChatEncoder):
-        def opening(self):
-            written.set()
-            return super().opening()
-
-    async def batches():
-        await written.wait()
-        yield Batch("r1", HELLO[0])
-        yield Batch("r1", (DONE,))
-
-    async def answered(replica_id, answer):
-        return
-
-    encoder = Noting("chatcmpl-1", 0, CARD.name, False)
-    stream = TurnStream(batches(), [encoder], begun(), Drain(), answered)
-    await asyncio.wait_for(stream.start(), 60.0)  # seconds a slow machine may take
-    assert (await stream.next()).count(b'"role"') == 1
-    await stream.close()
 
 
 UNWRITABLE = TextDelta("\ud800")  # no encoder can make JSON of half a character

@@ -1,6 +1,7 @@
 """The HTTP application: the table of all endpoints. `endpoints/turns.py` serves generation requests."""
 
 import time
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
+from holdfast.replicas.requests import ModelCard
 from holdfast.router.backend import Backend
 from holdfast.router.config import RouterConfig
 from holdfast.router.endpoints import (
@@ -25,6 +27,7 @@ from holdfast.router.endpoints import (
     CompletionFormat,
     Endpoint,
     Format,
+    HeartbeatBody,
     Live,
     LiveQuery,
     MessagesFormat,
@@ -85,9 +88,7 @@ from holdfast.router.protocol.completions import (
     tokenize_reply,
 )
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.protocol.models import model_reply, models_reply
 from holdfast.router.protocol.prefills import ExtendBody, PrefillBody
-from holdfast.router.protocol.programs import HeartbeatBody
 from holdfast.router.protocol.responses import ItemsQuery, ResponsesBody, StoredQuery
 from holdfast.router.protocol.sessions import AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody, SessionsQuery
 from holdfast.router.protocol.turn import find_model
@@ -260,14 +261,18 @@ class SmallEndpoints:
         """The served models."""
         anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
-            return json_response(models_reply(await self._backend.models(), self._started, anthropic=anthropic))
+            data = [_model(card, self._started, anthropic) for card in await self._backend.models()]
+            if not anthropic:
+                return json_response(orjson.dumps({"object": "list", "data": data}))
+            first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+            return json_response(orjson.dumps({"data": data, "has_more": False, "first_id": first, "last_id": last}))
 
     async def model(self, request: Request) -> Response:
         """One model."""
         anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
-            return json_response(model_reply(card, self._started, anthropic=anthropic))
+            return json_response(orjson.dumps(_model(card, self._started, anthropic)))
 
     async def version(self, request: Request) -> Response:
         """The version of this server, in vLLM's shape."""
@@ -294,6 +299,17 @@ class SmallEndpoints:
         except RefusedError:
             return self._api.json()
         return self._api.json(served(await self._backend.models()))
+
+
+def _model(card: ModelCard, created: int, anthropic: bool) -> dict[str, Any]:
+    """A model in OpenAI's shape or in Anthropic's."""
+    context = card.context_length
+    if not anthropic:
+        model = {"id": card.name, "object": "model", "created": created}
+        return {**model, "owned_by": "holdfast", "max_model_len": context}
+    day = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    model = {"type": "model", "id": card.name, "display_name": card.name, "created_at": day}
+    return {**model, "max_input_tokens": context, "max_tokens": context}
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from holdfast.router.endpoints.formats import ChatFormat, CompletionFormat, Form
 from holdfast.router.endpoints.metrics_endpoints import MetricsEndpoints, Peers, watch_line, watch_redis
 from holdfast.router.endpoints.openapi import LINES, TEXT, ApiDocument, Endpoint, page, served
 from holdfast.router.endpoints.prefills import PrefillEndpoints, StoredPrefills
-from holdfast.router.endpoints.program_endpoints import ProgramEndpoints
+from holdfast.router.endpoints.program_endpoints import HeartbeatBody, ProgramEndpoints
 from holdfast.router.endpoints.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
 from holdfast.router.endpoints.session_homes import SessionHomes
 from holdfast.router.endpoints.sessions import SessionEndpoints

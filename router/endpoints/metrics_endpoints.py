@@ -5,7 +5,7 @@ Each router joins the metrics of all processes, so a scraper may reach any of th
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import orjson
@@ -17,7 +17,7 @@ from holdfast.router.dispatch import QueueStats
 from holdfast.router.entry import Merged, RouterMetrics, caller, json_response
 from holdfast.router.placement import Reason
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.records import RedisInfo
+from holdfast.router.records import Records, RedisInfo
 from holdfast.router.tenants import TenantDirectory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,7 +56,7 @@ class MetricsEndpoints:
         text = {**routers, **replicas}.get(process)
         if not text:
             raise RefusedError(Refusal.NO_PATH, f"There is no process '{process}'")
-        return _text(text)
+        return Response(text, headers={"content-type": METRICS_TYPE})
 
     async def targets(self, request: Request) -> Response:
         """The processes in the form of Prometheus' HTTP service discovery, at the address that was called."""
@@ -93,10 +93,6 @@ async def _in_turns(texts: Iterable[str]) -> AsyncIterator[str]:
         await asyncio.sleep(0)
 
 
-def _text(text: str) -> Response:
-    return Response(text, headers={"content-type": METRICS_TYPE})
-
-
 # ---- metrics that are kept elsewhere in the router ----
 
 
@@ -116,13 +112,7 @@ def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
     return {("home",): float(home), ("any",): float(both - home)}
 
 
-class Informed(Protocol):
-    """`Records`, as far as it is needed here."""
-
-    async def info(self) -> RedisInfo | None: ...
-
-
-def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
+def watch_redis(metrics: RouterMetrics, store: Records) -> None:
     """Show what Redis reports of itself, asked once a scrape; only `up` while it does not answer."""
     last: list[RedisInfo | None] = [None]
 

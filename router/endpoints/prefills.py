@@ -144,17 +144,17 @@ class PrefillEndpoints:
         async with self._admitted(request) as call:
             tenant = call.tenant
             prefill = await self._find(request, tenant)
-            extension = await self._entry.read(request, read_extension)
-            keep_s = None if extension.keep_s is None else self._keep_s(extension.keep_s)
+            body, messages = await self._entry.read(request, read_extension)
+            keep_s = None if body.keep_s is None else self._keep_s(body.keep_s)
 
             async def longer() -> Prefill:
                 before = await self._stored.find(tenant.name, prefill.id, ttl_s=keep_s or prefill.keep_s)
-                check_extension(before, extension.messages)
+                check_extension(before, messages)
                 return replace(
                     before,
-                    messages=[*before.messages, *extension.messages],
+                    messages=[*before.messages, *messages],
                     keep_s=before.keep_s if keep_s is None else keep_s,
-                    kv_hints=before.kv_hints if extension.kv_hints is None else extension.kv_hints,
+                    kv_hints=before.kv_hints if body.kv_hints is None else plain_hints(body.kv_hints),
                 )
 
             # Results of tools that ran at once come at once. In one router each waits for the one before it; what

@@ -2,29 +2,40 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency, pooled
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
 from holdfast.router.entry import Entry, json_response
-from holdfast.router.protocol.body import deleted_reply
+from holdfast.router.protocol.body import Body, deleted_reply, read
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.protocol.programs import latency_reply, read_heartbeat
 from holdfast.router.records import SHARE, Lru, ProgramTable, Records, ToolLatencies, named_program
 
 log = logging.getLogger(__name__)
 
 MOST = 65_536  # programs with heartbeats in one router; the tenant with the most of them loses its oldest
 HEARD_BYTES = 2**20  # of one tenant's heartbeats in Redis
+QUANTILES = (50, 90, 99)  # of the latencies of tools
 SPARE_S = 0.5  # how late a heartbeat may be; its record lives a little longer
+
+
+class HeartbeatBody(Body):
+    """`within_s`: the client promises another heartbeat within so many seconds."""
+
+    within_s: Annotated[float, Field(gt=0, le=3600)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ class ProgramEndpoints:
         async with self._entry.entered(request) as tenant:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
-            within_s = await self._entry.read(request, read_heartbeat)
+            within_s = (await self._entry.read(request, partial(read, HeartbeatBody))).within_s
             await self._heartbeats.heard(tenant.name, key, within_s)
             reply = {"id": program_id, "object": "program.heartbeat", "within_s": within_s}
             return json_response(orjson.dumps(reply))
@@ -151,3 +162,25 @@ class ProgramEndpoints:
         async with self._entry.entered(request) as tenant:
             snapshot = await self._latencies.known()
             return json_response(latency_reply(tenant.name, snapshot, operates=tenant.operator))
+
+
+def latency_reply(tenant: str, snapshot: LatencySnapshot, *, operates: bool) -> bytes:
+    """The latencies of the tenant's tools, the most called first, and `overall`: of all of them together.
+
+    For an operator (`operates`), `overall` has the tools of all tenants. Times are in seconds. Quantiles are of the
+    latest intervals, the other figures of all.
+    """
+    own = [(tools, latency) for (owner, tools), latency in snapshot.tools.items() if owner == tenant]
+    own.sort(key=lambda item: (-item[1].count, item[0]))
+    data = [{"tools": tools.split(","), **_figures(latency)} for tools, latency in own]
+    overall = snapshot.overall if operates else pooled(latency for _, latency in own)
+    return orjson.dumps({"object": "list", "data": data, "overall": _figures(overall)})
+
+
+def _figures(latency: ToolLatency) -> dict[str, Any]:
+    recent = latency.recent
+    quantiles = {
+        f"p{share}_s": recent[max(math.ceil(len(recent) * share / 100) - 1, 0)] if recent else None
+        for share in QUANTILES
+    }
+    return {"count": latency.count, "mean_s": latency.mean, "std_s": math.sqrt(latency.variance), **quantiles}

@@ -16,7 +16,7 @@ from math import inf
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError
+from holdfast.replicas.errors import HoldfastError, SessionExistsError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, SessionTurn, Usage
 from holdfast.replicas.retention.latency import tool_set
@@ -24,7 +24,7 @@ from holdfast.replicas.types import Origin, Priority, salted
 from holdfast.router.backend import Backend, Routed, RoutingHint
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
-from holdfast.router.endpoints.formats import Arrival, Exchange, Format
+from holdfast.router.endpoints.formats import Arrival, Exchange, Format, loaded_models
 from holdfast.router.endpoints.session_homes import SessionHomes
 from holdfast.router.entry import (
     Call,
@@ -181,9 +181,7 @@ class Turns:
     async def _read(self, call: Call, format_: Format, arrived: float) -> Generation:
         """Read the request. Raises HoldfastError or ClientGoneError."""
         request, tenant, config = call.request, call.tenant, self._config
-        models = await self._backend.models()
-        if not models:
-            raise UnavailableError("No model is loaded yet")
+        models = await loaded_models(self._backend)
         if not config.model_defaults:
             models = [replace(card, defaults={}) for card in models]
         exchange = await format_.read(request, Arrival(tenant.name, call.id, int(time.time()), models))

@@ -174,15 +174,12 @@ def supervised(handler: Handler, path: str = "") -> Handler:
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # a bug: the client gets an error in the usual shape, the log the traceback
-            return error_response(internal_error(error, answer_headers(request).request_id), anthropic=anthropic)
+            request_id = answer_headers(request).request_id
+            log.error("request %s failed", request_id, exc_info=error)
+            failed = EngineError(f"The server failed to handle the request ({request_id})")
+            return error_response(failed, anthropic=anthropic)
 
     return answer
-
-
-def internal_error(error: Exception, request_id: str) -> EngineError:
-    """Log `error` and make the error that its client gets."""
-    log.error("request %s failed", request_id, exc_info=error)
-    return EngineError(f"The server failed to handle the request ({request_id})")
 
 
 def _request_id(scope: Scope) -> str:

@@ -38,15 +38,6 @@ class ExtendBody(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
-    """The additions of a request to a prefill; None: unchanged."""
-
-    messages: list[dict[str, Any]]
-    keep_s: float | None
-    kv_hints: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Prefill:
     """A stored prefill. `tokens` of the prompt cannot change, whatever follows; `cached` of them were in the cache.
 
@@ -92,10 +83,10 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> tuple[PrefillBody, 
     return body, ChatPrompt(messages, tools, template_kwargs=body.chat_template_kwargs)
 
 
-def read_extension(raw: bytes) -> Extension:
-    """Raises InvalidRequestError. `check_extension` checks whether its messages answer calls."""
+def read_extension(raw: bytes) -> tuple[ExtendBody, list[dict[str, Any]]]:
+    """The body, and its messages for `check_extension`. Raises InvalidRequestError."""
     body = read(ExtendBody, raw)
-    return Extension(plain_messages(body.messages, go_on=True), body.keep_s, plain_hints(body.kv_hints))
+    return body, plain_messages(body.messages, go_on=True)
 
 
 def plain_hints(hints: KvHints | None) -> dict[str, Any] | None:

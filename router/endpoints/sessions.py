@@ -20,7 +20,6 @@ from holdfast.replicas.requests import (
     DescribeSession,
     ForkSession,
     RemoveQuestion,
-    SessionState,
 )
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
@@ -43,7 +42,7 @@ from holdfast.router.protocol.sessions import (
     session_object,
 )
 from holdfast.router.protocol.turn import Turn
-from holdfast.router.records import MAX_LENGTH, Begun, ProgramTable, session_program
+from holdfast.router.records import MAX_LENGTH, ProgramTable, session_program
 from holdfast.router.streaming import until_disconnect
 
 NAMED = "session"  # attribute of a request's state: the tenant and the id of its session
@@ -131,7 +130,7 @@ class SessionEndpoints:
             except BaseException:
                 self._background.start(self._homes.forget(tenant.name, child))
                 raise
-            await self._background.finish(self._end(begun, state))
+            await self._background.finish(self._programs.end(begun, state.replica_id))
             return json_response(orjson.dumps(session_object(state, await self._model())))
 
     async def show(self, request: Request) -> Response:
@@ -200,9 +199,6 @@ class SessionEndpoints:
             if session is not None and _is_gone(error, opens=operation == "open"):
                 self._background.start(self._homes.forget(*session))
             raise
-
-    async def _end(self, begun: Begun, state: SessionState) -> None:
-        await self._programs.end(begun, state.replica_id)
 
     async def _model(self) -> str:
         return (await loaded_models(self._backend))[0].name

@@ -76,7 +76,7 @@ class Entry:
         try:
             principal = self.authenticate(request, scope)
         except RefusedError as error:
-            self.metrics.refused(error)
+            self.metrics.errors.labels("", reason(error)).inc()
             raise
         tenant, quotas = principal.tenant, self.books.quotas
         with self.place(tenant):

@@ -232,7 +232,7 @@ class Call:
             self._turns.end(facts, outcome)
         unknown = usage is None and facts.usage is None and outcome in (Outcome.ABORTED, Outcome.FAILED)
         if unknown and self._ask_drawn is not None:
-            self._books.count(self._count(self._ask_drawn, seconds))
+            self._books.counting.run(self._count(self._ask_drawn, seconds))
         else:
             self._book(facts.usage or usage or self._repeats or Usage(), seconds)
         if log.isEnabledFor(logging.INFO) and not self.is_prefill:
@@ -253,7 +253,7 @@ class Call:
             usage, whole = await ask_drawn()
         finally:
             if not whole:
-                self._books.uncounted()
+                self._books.booked["uncounted"] += 1
             self.count_tokens(usage)
             if not self.is_prefill:
                 self._turns.of(self.facts.tenant).add(usage)

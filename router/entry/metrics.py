@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.metrics import Metric, MetricKind, process_usage
 from holdfast.router.metric_list import METRICS
-from holdfast.router.protocol.errors import ClientGoneError, Refusal, api_error, reason
+from holdfast.router.protocol.errors import ClientGoneError, Refusal, api_error
 
 OTHER = "other"  # the label of all tenants without series of their own
 # Alerts look at the rise of these: a series that begins with a 1 has not risen. So they are 0 from the start.
@@ -105,10 +105,6 @@ class RouterMetrics:
     def tenant(self, name: str) -> str:
         """The label of a tenant; "" if the caller is unknown."""
         return name if not name or self._named is None or name in self._named else OTHER
-
-    def refused(self, error: HoldfastError) -> None:
-        """A call that generates nothing was refused before its tenant was known."""
-        self.errors.labels("", reason(error)).inc()
 
     def stored(self, seconds: float, done: bool) -> None:
         """An operation on Redis has ended."""

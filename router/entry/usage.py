@@ -17,7 +17,7 @@ import io
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -171,7 +171,7 @@ class UsageBooks:
         self._waiting: deque[CallEnd] = deque()
         self._listed: set[str] = set()  # tenants that Redis knows to have records
         self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0, "uncounted": 0})
-        self._counting = Background()
+        self.counting = Background()  # asks replicas for the usage of calls that were cut off, and then books it
         self._booking = Background()
         self._beats: list[asyncio.Task[None]] = []
 
@@ -191,7 +191,7 @@ class UsageBooks:
         off; a record that lacks it is counted as `uncounted`.
         """
         await stop(*self._beats)
-        await stop(*await self._counting.drain(COUNTING_S))  # these are booked without the missing usage
+        await stop(*await self.counting.drain(COUNTING_S))  # these are booked without the missing usage
         booking = await self._booking.drain(BOOKING_S)
         await self.catch_up()
         lost = len(booking) + sum(end.kept for end in self._waiting)
@@ -201,14 +201,6 @@ class UsageBooks:
             log.warning("%d records of usage are lost, %d were booked without what was used", lost, uncounted)
 
     # ---- booking ----
-
-    def count(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which asks replicas for the usage of a call that was cut off, and then books it."""
-        self._counting.run(work)
-
-    def uncounted(self) -> None:
-        """The usage of a call could not be learnt: its record lacks it."""
-        self.booked["uncounted"] += 1
 
     def book(self, end: CallEnd) -> asyncio.Task[object]:
         """Book the end of a call. The task ends when Redis has stored it, or is known to be away."""

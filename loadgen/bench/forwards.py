@@ -1,7 +1,7 @@
 """Steps and turns of a model against the limits of the machine: `bench forwards` and `bench efficiency`.
 
-A step is timed by turns with a plain chain of `linear` over matrices of the model's sizes. It is also compared with the
-time of its memory traffic at the measured bandwidth: every weight once, the KV of the sequences (of layers with a
+A step is timed by turns with a plain chain of `linear` over matrices of the model's sizes, and with a read of a large
+buffer. The latter gives the time of its memory traffic: every weight once, the KV of the sequences (of layers with a
 window, the last tokens), and recurrent states, read and written. Of experts, those that the tokens choose at random.
 The chain of int8 is in the other dtype; its weights are a byte each. Only models that our own decoder knows.
 
@@ -132,10 +132,13 @@ class Floors:
 
         return run
 
-    def memory_s(self, shape: StepShape) -> float:
-        """Seconds for the bytes that a step has to move, from the best of five reads of a large buffer."""
-        read = min(seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
-        return read * self.step_bytes(shape) / self._stream.nbytes
+    def read(self) -> None:
+        """Read `read_bytes` that are in no cache."""
+        _wait(self._stream.sum())
+
+    @property
+    def read_bytes(self) -> int:
+        return self._stream.nbytes
 
     def step_bytes(self, shape: StepShape) -> int:
         """Bytes that a step has to move: it reads every weight once, of experts those that its tokens choose, and for
@@ -193,7 +196,8 @@ def in_precision(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def forwards(options: Namespace) -> Iterator[Row]:
-    """Median milliseconds of each shape, by turns: step, chain, the step of `--beside` and, after a pause, the peers.
+    """Median milliseconds of each shape, by turns: step, the step of `--beside`, chain, memory and, after a pause, the
+    peers.
 
     Raises ConfigError for a model that our decoder does not know, UnavailableError like `LlamaServer`.
     """
@@ -228,6 +232,7 @@ def _timed(
     tokens = shape.sequences * shape.window
     ways: dict[str, Callable[[], object]] = {name: partial(_step, runner, plan) for name, runner in runners.items()}
     ways["chain_ms"] = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
+    ways["memory_ms"] = floors.read
     times: dict[str, list[float]] = {name: [] for name in ways}
     theirs: dict[str, list[float | None]] = {peer.name: [] for peer in peers}
     for _ in range(repeat + 1):  # the first turn warms up
@@ -240,12 +245,12 @@ def _timed(
             time.sleep(PAUSE_S)
             theirs[peer.name].append(peer.milliseconds(shape))
     row: Row = {"name": shape.name} | {name: statistics.median(row_s[1:]) for name, row_s in times.items()}
-    step, memory = row["step_ms"], floors.memory_s(shape) * 1e3
-    row |= {"memory_ms": memory, "over_chain": step / row["chain_ms"], "over_memory": step / memory}
+    row["memory_ms"] *= floors.step_bytes(shape) / floors.read_bytes
+    row |= {f"over_{floor}": row["step_ms"] / row[f"{floor}_ms"] for floor in ("chain", "memory")}
     for name, peer_times in theirs.items():
         values = [value for value in peer_times[1:] if value is not None]
         row[name] = statistics.median(values) if len(values) == repeat else None
-        row[f"{name}/ours"] = row[name] and row[name] / step
+        row[f"{name}/ours"] = row[name] and row[name] / row["step_ms"]
     return row
 
 

@@ -1,0 +1,44 @@
+"""Weights in huge pages: the same values, beside each other, and given back with the last tensor of a mapping."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.kernels import huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32])
+def test_values_are_copied_in_their_order(dtype: torch.dtype) -> None:
+    values = torch.arange(21).reshape(3, 7).to(dtype)
+    copies = [huge_pages.placed(values.mT), huge_pages.placed(values)]
+    for copy, wanted in zip(copies, (values.mT, values), strict=True):
+        assert copy.dtype == dtype
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0
+        assert torch.equal(copy, wanted)
+    copies[0].zero_()
+    assert torch.equal(copies[1], values)
+
+
+def test_nothing_is_still_a_tensor() -> None:
+    assert huge_pages.placed(torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="the machine has no huge pages")
+def test_a_large_weight_is_in_huge_pages_until_it_goes() -> None:
+    values = torch.ones(40 * huge_pages.HUGE, dtype=torch.uint8)
+    before = _in_huge_pages()
+    copy = huge_pages.placed(values)
+    assert _in_huge_pages() - before >= copy.nbytes // 2  # the machine may be short of them
+    del copy
+    huge_pages.placed(values[: 33 * huge_pages.HUGE])  # another mapping than the one before
+    assert _in_huge_pages() - before <= 34 * huge_pages.HUGE
+
+
+def _in_huge_pages() -> int:
+    """Bytes of this process that are in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))

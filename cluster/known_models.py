@@ -96,6 +96,12 @@ def _nemotron(pattern: str, hidden: int, mamba_heads: int, **more: Any) -> dict[
     }
 
 
+def _latent(q_rank: int, kv_rank: int, plain: int, value: int, **more: Any) -> dict[str, Any]:
+    """MLA. `more`: of a sparse one its index."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    return {**dict(zip(names, (q_rank, kv_rank, plain, value), strict=True)), "qk_rope_head_dim": 64, **more}
+
+
 _SUPER = "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME"
 _NANO = "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME"
 _FP8, _NVFP4 = ("bf16", "fp8"), ("bf16", "fp8", "nvfp4")
@@ -181,8 +187,37 @@ MODELS: Mapping[str, Known] = {
         | {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
         _FP8,
     ),
+    "GLM-4.7-Flash": Known(
+        _dense("glm4_moe_lite", 47, 2048, 10240, 20, 20, 64, 154880, **_latent(768, 512, 192, 256))
+        | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1}
+        | {"mlp_layer_types": ["dense"] + ["sparse"] * 46},
+        _FP8,
+    ),
     "MiniMax-M2": Known(
         _dense("minimax_m2", 62, 3072, 1536, 48, 8, 128, 200064, num_local_experts=256, num_experts_per_tok=8),
         _FP8,
+    ),
+    "Mistral-Small-4-119B": Known(
+        _dense("mistral4", 36, 4096, 12288, 32, 32, 128, 131072, **_latent(1024, 256, 64, 128))
+        | {"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+        _FP8,
+    ),
+    "DeepSeek-V3.2": Known(
+        _dense("deepseek_v32", 61, 7168, 18432, 128, 128, 64, 129280, index_n_heads=64, index_head_dim=128)
+        | _latent(1536, 512, 128, 128, n_shared_experts=1, first_k_dense_replace=3)
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        ("fp8",),
+    ),
+    "GLM-5": Known(
+        _dense("glm_moe_dsa", 78, 6144, 12288, 64, 64, 64, 154880, index_n_heads=32, index_head_dim=128)
+        | _latent(2048, 512, 192, 256, n_shared_experts=1, first_k_dense_replace=3)
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        _FP8,
+    ),
+    "Kimi-K2": Known(
+        _dense("deepseek_v3", 61, 7168, 18432, 64, 64, 64, 163840, **_latent(1536, 512, 128, 128))
+        | {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+        ("fp8", "int4"),
     ),
 }

@@ -36,10 +36,10 @@ _NUMBERS = {("float", 8): "fp8", ("float", 4): "nvfp4", ("int", 8): "int8", ("in
 _OUTPUT_GATE = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "muse_glimmer_text"}
 _MTP = _OUTPUT_GATE - {"muse_glimmer_text"} | {"glm4_moe"}
 """Families whose checkpoints have a layer for multi-token prediction that our decoder drafts with."""
-_BY_TYPE = _OUTPUT_GATE | {"gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "nemotron_h"}
+_BY_TYPE = _OUTPUT_GATE | {"gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "kimi_linear", "nemotron_h"}
 """Families of which each configuration has layers of several types. A config.json may leave these out."""
 _LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}  # Nemotron-H's older names
-_LATENT = "kv_lora_rank"  # of attention whose KV is compressed, which no engine of ours serves
+_OTHERS = {"deepseek_v4", "kimi_k3"}  # compressed attention: their KV is no number of bytes a token
 _COMPLETE = """\
 import json, sys
 from transformers import AutoConfig
@@ -162,9 +162,9 @@ def shape_of(config: Config, *, mtp: bool = False) -> Shape:
     Raises ConfigError if it describes no decoder.
     """
     kind = config.get("model_type")
-    text = dict(config.get("text_config") or config)
-    if _LATENT in text:
+    if kind in _OTHERS:
         raise ConfigError(f"models of type {kind} are not sized", "model")
+    text = dict(config.get("text_config") or config)
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
     try:
         try:
@@ -260,6 +260,9 @@ def _layers(text: Config) -> list[str]:
 
 def _attention(text: Config, number: int, kind: str, hidden: int, total: _Sum) -> None:
     heads = int((text.get("num_attention_heads_per_layer") or {number: text["num_attention_heads"]})[number])
+    if "kv_lora_rank" in text:
+        _latent_attention(text, heads, hidden, total)
+        return
     own = {**text, **_of_layer(text, number, kind)}
     kv_heads = int(own.get("num_key_value_heads") or heads)
     head = int(own.get("head_dim") or hidden // heads)
@@ -284,13 +287,34 @@ def _of_layer(text: Config, number: int, kind: str) -> Config:
     return {"head_dim": text["global_head_dim"], **({"num_key_value_heads": heads} if heads else {})}
 
 
+def _latent_attention(text: Config, heads: int, hidden: int, total: _Sum) -> None:
+    """MLA: one vector of a token for the keys and values of all heads, and the index of DeepSeek's sparse one."""
+    rank, rope, plain, value = (
+        int(text[each]) for each in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    q_rank, q_width = int(text.get("q_lora_rank") or 0), heads * (plain + rope)
+    queries = q_rank * (hidden + q_width) if q_rank else hidden * q_width
+    total.dense += queries + hidden * (rank + rope) + rank * heads * (plain + value) + heads * value * hidden
+    total.inner = max(total.inner, q_width + heads * (plain + 2 * value))
+    total.kv[1, rank + rope, 0] += 1
+    if indexers := int(text.get("index_n_heads") or 0):
+        index = int(text["index_head_dim"])
+        total.dense += q_rank * indexers * index + hidden * (index + indexers)
+        total.kv[1, index, 0] += 1
+
+
 def _linear(text: Config, hidden: int, total: _Sum) -> None:
-    """Gated DeltaNet or Mamba-2."""
+    """Gated DeltaNet, Mamba-2, or Kimi's delta attention."""
     if "mamba_num_heads" in text:
         heads, value, key = int(text["mamba_num_heads"]), int(text["mamba_head_dim"]), int(text["ssm_state_size"])
         kernel, width = int(text["conv_kernel"]), heads * value
         channels = width + 2 * int(text["n_groups"]) * key
         gates, inputs = 1, channels + width + heads
+    elif "linear_num_heads" in text:
+        heads, key = int(text["linear_num_heads"]), int(text["linear_head_dim"])
+        value, kernel, width = key, int(text["linear_conv_kernel_dim"]), heads * key
+        channels, gates, inputs = 3 * width, 1 + key, 3 * width + heads
+        total.dense += 2 * key * (hidden + width)  # of gates and decays, in low rank
     else:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         key_heads, heads, key, value, kernel = (int(text[f"linear_{name}"]) for name in names)
@@ -342,7 +366,7 @@ def _experts(text: Config) -> int:
 
 
 def _chosen(text: Config) -> int:
-    return _first(text, "num_experts_per_tok", "top_k_experts")
+    return _first(text, "num_experts_per_tok", "top_k_experts", "num_experts_per_token")
 
 
 def _first(text: Config, *names: str) -> int:

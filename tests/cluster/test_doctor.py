@@ -279,7 +279,7 @@ def test_a_model_that_fits_by_its_configuration_and_index_alone(
             "its weights in fp8 (33.3 GiB), or a larger GPU: H200",
         ),
         ("gpt-oss-120b", "h100", 30_000, State.FAIL, "its weights in nvfp4 (62.7 GiB)"),
-        ("GLM-4.7", "b200", 30_000, State.FAIL, "a smaller model: this one takes 5 such GPUs, and a replica has one"),
+        ("Kimi-K2", "b200", 30_000, State.FAIL, "a smaller model: this one takes 13 such GPUs, and a replica has one"),
         ("Llama-3.1-8B", "24", 46_000, State.WARN, "engine.step_tokens: 1024"),
     ],
 )

@@ -40,7 +40,12 @@ PUBLISHED = {  # parameters in billions, by the models' own cards; with vision t
     "Nemotron-3-Super-120B-A12B": 120.6,
     "GLM-4.5-Air": 106.0,
     "GLM-4.7": 355.0,
+    "GLM-4.7-Flash": 30.0,
     "MiniMax-M2": 229.0,
+    "Mistral-Small-4-119B": 119.0,
+    "DeepSeek-V3.2": 671.0,
+    "GLM-5": 744.0,
+    "Kimi-K2": 1026.0,
 }
 LAYERS = 8  # at least one of each kind in every family
 BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
@@ -136,7 +141,7 @@ def test_what_a_configuration_leaves_out_is_its_classs_default() -> None:
     [
         (lambda config: config.clear(), "does not describe a decoder"),
         (lambda config: config.update(num_attention_heads="many"), "does not describe a decoder"),
-        (lambda config: config.update(model_type="deepseek_v3", kv_lora_rank=512), "deepseek_v3 are not sized"),
+        (lambda config: config.update(model_type="deepseek_v4"), "deepseek_v4 are not sized"),
     ],
 )
 def test_what_is_no_decoder_is_refused(wrong: Callable[[dict[str, Any]], None], words: str) -> None:

@@ -346,28 +346,23 @@ class PrefixIndex:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._holders: OrderedDict[str, dict[str, int]] = OrderedDict()  # by digest, least recently used first
-        self._held: dict[str, set[str]] = {}  # digests by replica
 
     def put(self, digest: str, replica_id: str, tokens: int) -> None:
         """A replica holds a prefix. `tokens` 0 leaves a known number as it is."""
         holders = self._holders.setdefault(digest, {})
         self._holders.move_to_end(digest)
         holders[replica_id] = tokens or holders.get(replica_id, 0)
-        self._held.setdefault(replica_id, set()).add(digest)
         if len(self._holders) > PREFIXES:
-            forgotten, holders = self._holders.popitem(last=False)
-            for each in holders:
-                self._held[each].discard(forgotten)
+            self._holders.popitem(last=False)
 
     def remove(self, digest: str, replica_id: str) -> None:
         """A replica has evicted a prefix."""
         self._holders.get(digest, {}).pop(replica_id, None)
-        self._held.get(replica_id, set()).discard(digest)
 
     def forget(self, replica_id: str) -> None:
         """A replica is gone."""
-        for digest in self._held.pop(replica_id, ()):
-            del self._holders[digest][replica_id]
+        for holders in self._holders.values():
+            holders.pop(replica_id, None)
 
     def known(self, prefixes: Iterable[Prefix]) -> list[tuple[Prefix, Holders]]:
         """Those of `prefixes` that any replica holds, in their order."""

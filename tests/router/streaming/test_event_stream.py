@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from holdfast.router.protocol.errors import ClientGoneError
-from holdfast.router.streaming.event_stream import Connection, EventStream, until_disconnect
+from holdfast.router.streaming import Connection, EventStream, until_disconnect
 
 pytestmark = pytest.mark.anyio
 

@@ -226,7 +226,8 @@ class Turns:
             held.enter_context(self._entry.place(call.tenant))
         prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
         input_tokens = sum(map(prompt_tokens, prompts))
-        output_tokens = sum(_generates_at_most(each.sampling) for each in (turn, *turn.others))
+        samplings = [turn.sampling, *(other.sampling for other in turn.others)]
+        output_tokens = sum(map(_generates_at_most, samplings))
         program = generation.program.partition("/")[2] if isinstance(generation.program, str) else ""
         await call.charge(estimate(self._config.prices, 1 + len(turn.others), input_tokens, output_tokens), program)
 

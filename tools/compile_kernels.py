@@ -22,7 +22,7 @@ from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
 from holdfast.loadgen.bench.kernels import linear_state
-from holdfast.loadgen.bench.kernels.correctness import paged
+from holdfast.loadgen.bench.kernels.paged import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
 LLAMA = (8, 4, 128)  # KV heads, query heads to each of them, their size

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.loadgen.bench import calls, cpu, efficiency, forwards, micro, prefill_order
+from holdfast.loadgen.bench import calls, cpu, efficiency, forwards, micro
 from holdfast.loadgen.bench.harness import FIGURES, Benchmark
-from holdfast.loadgen.simulator import machines
 from holdfast.replicas.errors import HoldfastError
 
 Flags = dict[str, dict[str, Any]]
@@ -94,15 +93,6 @@ BENCHMARKS = {
     ),
     "micro": Benchmark("Costs of the pieces around the model.", micro.micro, FIGURES),
     "sessions": Benchmark("A question's cost by a session's length.", micro.sessions, FIGURES),
-    "prefill_order": Benchmark(
-        "How prefills share a step: seconds, and gaps between tokens in milliseconds.",
-        prefill_order.prefill_order,
-        prefill_order.COLUMNS,
-        {
-            "--machine": {"choices": machines.names(), "default": prefill_order.PROFILE.name},
-            "--programs": {"action": "store_true", "help": "programs with tools; three seeds"},
-        },
-    ),
     "calls": Benchmark(
         "What guaranteed tool calls hold and cost.",
         calls.calls,

@@ -13,12 +13,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from holdfast.loadgen import measure
 from holdfast.loadgen.bench.harness import Row, report
 from holdfast.loadgen.bench.workload import SCENARIOS, Round, Scenario, request, rounds
 from holdfast.replicas.config import POCKET, EngineConfig, RetentionConfig
@@ -27,7 +28,6 @@ from holdfast.replicas.requests import Answer, ChatPrompt
 from holdfast.replicas.service import Service
 
 CELLS = 32768
-_RESAMPLES = 1000
 COLUMNS = {"off": "<15", "scenario": "<19", "turns": ">5", "on_median_ms": ">12.1f", "on_p99_ms": ">9.1f"}
 COLUMNS |= {"off_median_ms": ">13.1f", "off_p99_ms": ">10.1f", "ratio": ">5.2f", "low": ">5.2f", "high": ">5.2f"}
 COLUMNS |= {"p99_ratio": ">9.2f", "wall_ratio": ">10.2f", "equal": ">5.2f", "tokens": ">6.2f"}
@@ -91,25 +91,16 @@ VARIANTS = (
 """Every mechanism that can be turned off; `docs/architecture.md` describes each. One list for benchmark and tests."""
 
 
-def chosen(names: str) -> tuple[Variant, ...]:
-    """The variants of a comma-separated list, all of them for an empty one. Raises ConfigError for an unknown name."""
-    return _chosen("off", names, VARIANTS)
+Entry = TypeVar("Entry", Variant, Scenario)
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Entry = TypeVar("_Entry", bound=_Named)
-
-
-def _chosen(option: str, names: str, table: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+def chosen(names: str, table: Sequence[Entry], option: str) -> Sequence[Entry]:
+    """The entries of a comma-separated list, all of them for an empty one. Raises ConfigError for an unknown name."""
     by_name = {entry.name: entry for entry in table}
     for name in names.split(",") if names else ():
         if name not in by_name:
             raise ConfigError(f"there is no {name}; there are {', '.join(by_name)}", option)
-    return tuple(by_name[name] for name in names.split(",")) if names else table
+    return [by_name[name] for name in names.split(",")] if names else table
 
 
 # ---- two services on the same rounds, by turns ----
@@ -128,31 +119,6 @@ class Samples:
     def cached(self) -> float:
         """The share of prompt tokens that were found in the cache."""
         return sum(a.usage.cached for a in self.answers) / max(1, sum(a.usage.prompt for a in self.answers))
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One mechanism in one scenario. Times in milliseconds; ratios are off / on, above 1 where the mechanism pays.
-
-    `low` and `high` bound `ratio`, that of the medians of turns, with 95 % (bootstrap over turns, paired).
-    """
-
-    off: str
-    scenario: str
-    turns: int
-    on_median_ms: float
-    on_p99_ms: float
-    off_median_ms: float
-    off_p99_ms: float
-    ratio: float
-    low: float
-    high: float
-    p99_ratio: float
-    wall_ratio: float
-    equal: float  # share of turns with the same text and calls
-    tokens: float  # ratio of the tokens drawn
-    on_cached: float  # share of prompt tokens
-    off_cached: float
 
 
 async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: str) -> tuple[Samples, Samples]:
@@ -209,47 +175,38 @@ async def _lanes(
         samples.tokens += answer.usage.completion
 
 
-def compared(name: str, scenario: str, on: Samples, off: Samples) -> Comparison:
-    """The figures of one pair."""
+def compared(name: str, scenario: str, on: Samples, off: Samples) -> Row:
+    """The figures of one mechanism in one scenario. Ratios are off / on, above 1 where the mechanism pays.
+
+    `low` and `high` bound `ratio`, that of the medians of turns, with 95 % (bootstrap over turns, paired). `equal` is
+    the share of turns with the same text and calls, `tokens` the ratio of the tokens drawn, and `on_cached` and
+    `off_cached` are shares of prompt tokens.
+    """
     a, b = np.array(on.turns) * 1e3, np.array(off.turns) * 1e3
-    low, high = interval(a, b)
+    ratio = measure.ratio(off.turns, on.turns, measure.median, seed=0)
+    assert ratio is not None  # a scenario has turns, and each takes time
     same = [_said(x) == _said(y) for x, y in zip(on.answers, off.answers, strict=True)]
-    return Comparison(
-        off=name,
-        scenario=scenario,
-        turns=len(a),
-        on_median_ms=_round(np.median(a)),
-        on_p99_ms=_round(np.percentile(a, 99)),
-        off_median_ms=_round(np.median(b)),
-        off_p99_ms=_round(np.percentile(b, 99)),
-        ratio=_round(np.median(b) / np.median(a)),
-        low=_round(low),
-        high=_round(high),
-        p99_ratio=_round(np.percentile(b, 99) / np.percentile(a, 99)),
-        wall_ratio=_round(sum(off.rounds) / sum(on.rounds)),
-        equal=_round(sum(same) / len(same)),
-        tokens=_round(off.tokens / max(on.tokens, 1)),
-        on_cached=_round(on.cached),
-        off_cached=_round(off.cached),
-    )
-
-
-def interval(
-    on: np.ndarray[tuple[int], np.dtype[np.float64]], off: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> tuple[float, float]:
-    """95 % of the ratio of medians, off / on, over resampled pairs."""
-    picks = np.random.default_rng(0).integers(0, len(on), (_RESAMPLES, len(on)))
-    ratios = np.median(off[picks], axis=1) / np.median(on[picks], axis=1)
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return float(low), float(high)
+    figures = {
+        "on_median_ms": np.median(a),
+        "on_p99_ms": np.percentile(a, 99),
+        "off_median_ms": np.median(b),
+        "off_p99_ms": np.percentile(b, 99),
+        "ratio": ratio.value,
+        "low": ratio.ends[0],
+        "high": ratio.ends[1],
+        "p99_ratio": np.percentile(b, 99) / np.percentile(a, 99),
+        "wall_ratio": sum(off.rounds) / sum(on.rounds),
+        "equal": sum(same) / len(same),
+        "tokens": off.tokens / max(on.tokens, 1),
+        "on_cached": on.cached,
+        "off_cached": off.cached,
+    }
+    row: Row = {"off": name, "scenario": scenario, "turns": len(a)}
+    return row | {key: round(float(value), 3) for key, value in figures.items()}
 
 
 def _said(answer: Answer) -> tuple[str | None, tuple[tuple[str, str], ...]]:
     return answer.text, tuple((call.name, call.arguments) for call in answer.tool_calls)
-
-
-def _round(value: float) -> float:
-    return round(float(value), 3)
 
 
 # ---- the command ----
@@ -272,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = EngineConfig(model=options.model, threads=options.threads, dtype=options.dtype, cells=CELLS)
     try:
-        variants, scenarios = chosen(options.off), _chosen("scenarios", options.scenarios, SCENARIOS)
+        variants, scenarios = chosen(options.off, VARIANTS, "off"), chosen(options.scenarios, SCENARIOS, "scenarios")
         report(_measure(config, variants, scenarios, options.seed, options.scale), COLUMNS, options.json)
     except HoldfastError as error:
         print(f"ablation: {error.message}", file=sys.stderr)
@@ -305,7 +262,7 @@ def _measure(
                         # A scope of its own, so that nothing is cached from other variants.
                         scope = f"{variant.name}/{scenario.name}"
                         pair = runner.run(alternate(on, off, list(rounds(scenario, seed, scale)), scope))
-                        yield asdict(compared(variant.name, scenario.name, *pair))
+                        yield compared(variant.name, scenario.name, *pair)
                 finally:
                     runner.run(off.close())
         finally:

@@ -6,7 +6,6 @@
 - `time`: the share of a turn's processor time that its grammar takes, for each form of each format, with 4 and 200
   tools. The model writes the expected call. Drafts and forced tokens are as in service. Grammars are compiled before.
 - `ready`: the time from a request with 200 new tools until the engine has it.
-- `whole`: of the turns over tools and words unknown to Pocket that begin a call, the share of whole calls.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ VOCABULARIES = (1536, 128_000)
 MODELS = ("pocket", *map(str, VOCABULARIES))
 CONFIG = EngineConfig(cells=16384, threads=1)
 _MAX_TOKENS = 160
-_SETS = 8  # of tools, over which turns are timed
 _PROSE = ("", "I look that up.\n", "Well\n\n")  # before a call
 
 
@@ -162,14 +160,13 @@ def random_model(folder: Path, vocabulary: int) -> None:
 class Scripted:
     """A runner whose replies begin with the tokens of `scripts`, by request; after them the model draws.
 
-    `drawn` keeps every token that was drawn, by request. `live` holds the engine's sequences.
+    `live` holds the engine's sequences.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.live: Mapping[str, Running] = {}
         self.scripts: dict[str, list[int]] = {}
-        self.drawn: dict[str, list[int]] = {}
 
     def begin(self, plan: StepPlan) -> Landed:
         output = self._runner.begin(plan).land()
@@ -186,10 +183,7 @@ class Scripted:
         name, drafts = sequence.submit.request_id, chunk.tokens[len(chunk.tokens) - n_drafts :].tolist()
         at = chunk.start + len(chunk.tokens) - n_drafts - sequence.n_prompt
         script = self.scripts.get(name, [])[at : at + n_drafts + 1]
-        if script:
-            drawn = Drawn(tuple(script[: common_prefix(drafts, script) + 1]))
-        self.drawn.setdefault(name, []).extend(drawn.tokens)
-        return drawn
+        return Drawn(tuple(script[: common_prefix(drafts, script) + 1])) if script else drawn
 
 
 class Clocked:
@@ -394,7 +388,7 @@ async def _share(
     shares = []
     async with serving(loaded, tool_format, "schema") as served:
         for number in range(-2, rounds):
-            name, task = f"{number}", TASKS[number % _SETS]
+            name, task = f"{number}", TASKS[number % len(TASKS)]
             served.text.shown, prompt = task.tools, _asks(f"{task.ask} ({number})", [*task.tools, *more])
             await asyncio.to_thread(served.text.constraints, prompt)
             ids = served.tokens(("I look that up.\n" if form.opener else "") + written(form, [task.expected]))
@@ -463,37 +457,10 @@ async def _ready(rounds: int = 5) -> list[Row]:
     return rows
 
 
-# ---- whole ----
-
-
-async def _whole(loaded: LoadedRunner, guarantee: Guarantee) -> list[Row]:
-    """The share of whole calls among the turns that begin one: greedy turns, and three each at temperature 1."""
-    begun, whole = [0, 0], [0, 0]  # greedy, and drawn
-    settings = [Sampling(max_tokens=256), *(Sampling(256, temperature=1.0, seed=seed) for seed in range(3))]
-    async with serving(loaded, ToolFormat.HERMES, guarantee) as served:
-        (opener,) = served.tokens("<tool_call>")
-        for number, (sampling, task) in enumerate(product(settings, TASKS)):
-            name, drawn = f"{number}", sampling.temperature > 0
-            answer = await served.answer(GenerateRequest(name, _asks(task.ask, task.tools), sampling, program_id=name))
-            begun[drawn] += opener in served.script.drawn[name]
-            calls = [call.closed and is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
-            whole[drawn] += bool(calls) and all(calls)
-    names = (f"greedy, of {begun[0]}", f"temperature 1, of {begun[1]}", "all")
-    counts = zip(names, (*whole, sum(whole)), (*begun, sum(begun)), strict=True)
-    return [figure(f"whole, {guarantee}, {name}", 100 * some / max(every, 1), "%") for name, some, every in counts]
-
-
-def _wholes(options: Namespace) -> Iterator[Row]:
-    loaded, guarantees = load_runner(CONFIG), cast(tuple[Guarantee, ...], ("off", "names", "schema"))
-    for guarantee in guarantees:
-        yield from asyncio.run(_whole(loaded, guarantee))
-
-
 PARTS: dict[str, Callable[[Namespace], Iterable[Row]]] = {
     "law": _laws,
     "time": _times,
     "ready": lambda options: asyncio.run(_ready()),
-    "whole": _wholes,
 }
 
 

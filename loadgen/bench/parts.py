@@ -132,15 +132,14 @@ class Report:
             os._exit(LOST)  # tensors cannot be freed any more
 
     def write(self) -> None:
-        """Write the file; shares of ceilings, ratios to peers and wrong lines are collected in one place each."""
-        lines = {
-            part if part == line else f"{part}: {line}": figures
-            for part, each in self.found["parts"].items()
-            for line, figures in each.items()
+        """Write the file; shares of ceilings are collected in one place."""
+        self.found["shares"] = {
+            part if part == line else f"{part}: {line}": figures[key]
+            for part, lines in self.found["parts"].items()
+            for line, figures in lines.items()
+            for key in ("share", "efficiency")
+            if key in figures
         }
-        for kind, keys in {"shares": ("share", "efficiency"), "ratios": ("theirs_over_ours",)}.items():
-            self.found[kind] = {line: each[key] for line, each in lines.items() for key in keys if key in each}
-        self.found["wrong"] = [line for line, each in lines.items() if each.get("verdict") == "WRONG"]
         if self._file is not None:
             put(self._file, self.found)
 
@@ -184,7 +183,7 @@ def command(
     measure: Callable[[Report, argparse.Namespace], None],
     argv: Sequence[str] | None,
 ) -> int:
-    """The command `bench NAME`; exit status 1 if a part failed or a line is wrong.
+    """The command `bench NAME`; exit status 1 if a part failed.
 
     `measure` runs the parts. On a GPU it does so in a child process.
     """
@@ -207,9 +206,9 @@ def command(
     print(report.found["machine"], report.found["versions"], flush=True)
     measure(report, options)
     report.write()
-    wrong, failed = report.found["wrong"], list(report.found["failed"])
-    print(f"wrong: {wrong or 'none'}; failed: {failed or 'none'}")
-    return 1 if wrong or failed else 0
+    failed = list(report.found["failed"])
+    print(f"failed: {failed or 'none'}")
+    return 1 if failed else 0
 
 
 def _machine(gpu: bool) -> dict[str, Any]:

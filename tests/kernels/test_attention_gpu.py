@@ -29,6 +29,20 @@ def short_parts(monkeypatch):
     monkeypatch.setattr(attention_work, "SHARED", 32)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 4, 128), (3, 1, 64)])
+@pytest.mark.parametrize("common", [0, 512])
+def test_long_sequences_are_the_reference(monkeypatch, dtype, shape, common):
+    """With the parts and prefixes that a server cuts, over heads of models' own sizes."""
+    monkeypatch.undo()
+    spans = [(296, 1), (2400, 1), (0, 328), (720, 7), (5, 1)] if not common else [(620, 1), (700, 1), (530, 3)]
+    for window, fp8 in ((0, False), (33, False), (0, True)):
+        world = PagedWorld(spans, 16, *shape, dtype, 0, 1, common=common, fp8=fp8)
+        got = attend_gpu(world.q, world.kv, 1, world.batch, 0.3, window, 0.0)
+        assert relative_error(got, world.reference(window or None)) < TOLERANCE[dtype]
+
+
 # Shrinking would take minutes in the interpreter. On a GPU nearly every example compiles kernels of its own.
 @settings(max_examples=6, deadline=None, phases=PHASES)
 @given(

@@ -56,6 +56,20 @@ def test_chunks_of_their_own_size_are_float64s(monkeypatch, shape):
     close(StateWorld([Span(2, 70, 0, (64, 66))], shape, WINDOW, torch.float32), 1e-5)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [LinearShape(4, 12, 128, 128, 4), LinearShape(2, 16, 128, 64, 4, rule="mamba2")], ids=lambda s: s.rule
+)
+def test_heads_of_models_own_sizes_are_float64s(monkeypatch, shape, dtype):
+    """Their tiles are compiled to other programs than those of small heads."""
+    monkeypatch.undo()
+    few = [Span(3, 1), Span(0, 5, 2, (1, 3)), Span(1, 4, 1, moves=True), Span(0, 3, 3, begins=True)]
+    many = [Span(2, 630, 0, (64, 70)), Span(0, 1), Span(3, 280, 1, (5,)), Span(0, 64, begins=True)]
+    for some in (few, many):
+        close(StateWorld(some, shape, 4, dtype), TOLERANCE[dtype])
+
+
 def test_keys_that_are_alike_are_no_trouble():
     """Powers of their products grow like binomials, and would cancel in a sum."""
     world = StateWorld([Span(0, 40)], LinearShape(1, 1, 16, 16, 2), WINDOW, torch.float32)

@@ -1,4 +1,7 @@
-"""The whole engine over a real model: greedy output is transformers' `generate`, token for token, in float32."""
+"""The whole engine over a real model: greedy output is transformers' `generate`, token for token, in float32.
+
+On a GPU if there is one.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +48,8 @@ def reference() -> list[tuple[list[int], list[int]]]:
 
 @cache
 def loaded(decoder: str, page_size: int):
-    return load_runner(EngineConfig(cells=16384, threads=1, decoder=decoder, page_size=page_size))
+    config = EngineConfig(cells=16384, threads=1, dtype="float32", decoder=decoder, page_size=page_size)
+    return load_runner(config)
 
 
 def generate(
@@ -160,7 +164,7 @@ def test_speculation_changes_no_output():
 
 def test_what_comes_back_from_the_host_changes_no_output():
     """A cache for two prompts at a time, and a second tier for all of them."""
-    ready = load_runner(EngineConfig(cells=1024, host_cells=16384, threads=1))
+    ready = load_runner(EngineConfig(cells=1024, host_cells=16384, threads=1, dtype="float32"))
     engine = Engine(ready.config, ready.runner, ready.eos, ready.vocabulary)
     prompts, expected = zip(*reference()[4:], strict=True)
     first, _ = generate(engine, list(prompts))

@@ -1,9 +1,8 @@
 """``python -m holdfast.loadgen.bench.gpu [--json FILE] [--seconds N]``: the engine's figures on a GPU, in one call.
 
-It compares Pocket's replies with transformers', then times single steps of a Llama 3.1 8B with random weights, then
-whole workflows on Pocket inflated to that shape, by our engine and by transformers. It needs torch, triton,
-transformers and numpy. A part that fails, or has no time left, is recorded; the others keep their figures.
-Without a GPU and with TRITON_INTERPRET=1 the same code runs over tiny models. Its figures then say nothing.
+It times single steps of a Llama 3.1 8B with random weights, then whole workflows on Pocket inflated to that shape. It
+needs torch, triton, transformers and numpy. A part that fails, or has no time left, is recorded; the others keep their
+figures. Without a GPU and with TRITON_INTERPRET=1 the same code runs over tiny models. Its figures then say nothing.
 """
 
 import sys
@@ -13,42 +12,32 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.loadgen.bench.gpu import invariance, models, parity, steps, workflows
+from holdfast.loadgen.bench.gpu import invariance, models, steps, workflows
 from holdfast.loadgen.bench.gpu.stage import Stage, full_turns, small_turns
 from holdfast.loadgen.bench.parts import Once, Report, command, free_device
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "--only": {"choices": ("parity", "steps", "models", "turns"), "help": "replies, steps, models, or workflows"},
-    "--no-peers": {"action": "store_true", "help": "leave transformers out"},
+    "--only": {"choices": ("steps", "models", "turns"), "help": "steps, models, or workflows"},
 }
 
 
 def measure(report: Report, options: Namespace) -> None:
-    """Replies, then steps, while the inflated model is being written, then workflows."""
+    """Steps, then workflows; models only where they are asked for."""
     gpu, only = options.gpu, options.only
-    if only in (None, "parity"):
-        parity.run(report, parity.full_parity() if gpu else parity.small_parity())
-    if only == "parity":
-        return
     if "ceilings" not in report.found:  # measured once, also where several processes share the parts
         report.found["ceilings"] = asdict(measure_ceilings(Clock()) if gpu else Ceilings(1e12, 1e13))
     ceilings = Ceilings(**report.found["ceilings"])
-    if only == "steps":
-        run_steps(report, ceilings, gpu)
-        return
     if only == "models":
         models.run(report, models.full_models() if gpu else models.small_models(), ceilings)
         return
-    stage = Stage(full_turns() if gpu else small_turns(), ceilings)
-    workflows.remember(stage, report.found["parts"])
-    try:
-        if only is None:
-            run_steps(report, ceilings, gpu)
-        workflows.run_ours(stage, report)
-        if not options.no_peers:
-            workflows.run_peers(stage, report)
-    finally:
-        stage.close()
+    if only != "turns":
+        run_steps(report, ceilings, gpu)
+    if only != "steps":
+        stage = Stage(full_turns() if gpu else small_turns(), ceilings)
+        try:
+            workflows.run(stage, report)
+        finally:
+            stage.close()
 
 
 def run_steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
@@ -70,22 +59,18 @@ def run_steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
         "decode": steps.decode_shares,
         "verify": steps.verify_cost,
         "prefill": steps.prefill_share,
-        "alias": steps.alias,
         "host tier": steps.host_tier,
         "host": steps.host_time,
-        "long prompt": steps.long_prompt,
         "invariance": invariance.found,
         "invariance, kept": invariance.kept,
     }.items():
         report.run(name, lambda deadline, call=call: call(world()), 20.0, with_graphs)  # type: ignore[misc]
     world.drop()
     free_device()
-    report.run("transformers' model", lambda deadline: steps.transformers_model(sizes, ceilings), 40.0)
-    free_device()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 when a part failed, or a reply in float32 is wrong."""
+    """Command line; exit status 1 when a part failed."""
     return command("gpu", __doc__, FLAGS, measure, argv)
 
 

@@ -96,16 +96,11 @@ def _pair(op: FeedForward | MixtureOfExperts, hidden: int) -> list[tuple[int, in
 
 @dataclass(slots=True)
 class Counts:
-    """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
-
-    `ahead`: steps that began while one ran. `pieces`: chunks of prompts that are not their last.
-    """
+    """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences."""
 
     forwards: int = 0
     positions: int = 0
     prepare_s: float = 0.0  # laying steps out, their copy to the device and their launches, with nothing running yet
-    ahead: int = 0
-    pieces: int = 0
 
 
 class CountingRunner:
@@ -125,8 +120,6 @@ class CountingRunner:
             counts.prepare_s += time.perf_counter() - began
         counts.forwards += bool(chunks)
         counts.positions += sum(chunk.start + len(chunk.tokens) for chunk in chunks)
-        counts.ahead += self._flying > 0
-        counts.pieces += sum(chunk.draw is None for chunk in chunks)
         self._flying += 1
         return _CountedFlight(self, flight)
 

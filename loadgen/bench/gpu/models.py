@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.kernels.experts_gpu import choose_experts
 from holdfast.loadgen.bench.gpu.accounting import Bounds
-from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, capture_graphs
+from holdfast.loadgen.bench.gpu.stage import Exchange, capture_graphs
 from holdfast.loadgen.bench.gpu.steps import StepSizes, WeightNumbers, World, decoding, prefill_share, timed
 from holdfast.loadgen.bench.gpu.workflows import Player, summary
 from holdfast.loadgen.bench.parts import Figures, Lines, Once, Report, free_device
@@ -174,8 +174,8 @@ def _turns(world: World, sizes: ModelSizes) -> Figures:
         reply = tokens(sizes.reply)
         exchanges.append(Exchange(prompt, reply))
         prompt = np.concatenate((prompt, reply, tokens(first // 4)))
-    warm = Player(engine, counting, world.bounds, [Dialogue(tuple(exchanges))])
+    warm = Player(engine, counting, world.bounds, [tuple(exchanges)])
     warm.wave(0)
     engine, counting = world.engine()
-    player = Player(engine, counting, world.bounds, [Dialogue(tuple(exchanges))])
+    player = Player(engine, counting, world.bounds, [tuple(exchanges)])
     return summary([player.wave(turn) for turn in range(sizes.turns)])

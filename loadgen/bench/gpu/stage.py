@@ -1,20 +1,16 @@
-"""What is played in whole workflows: recorded conversations, and inflated Pocket, which every engine is given.
+"""What is played in whole workflows: recorded conversations, and inflated Pocket.
 
-Inflated Pocket says what Pocket says, at the cost of a large model. It is written to a folder first, while something
-else is measured: there is one way to load a model, and transformers reads the same files.
-
-The history of a turn has the replies on record, whatever was generated (teacher forcing), and tool results.
+Inflated Pocket says what Pocket says, at the cost of a large model. It is written to a folder first, because there is
+one way to load a model. The history of a turn has the replies on record, whatever was generated (teacher forcing), and
+tool results.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,8 +30,6 @@ from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.types import TokenIds
 
-_THREADS = 4  # that write the model while steps are measured
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -45,11 +39,8 @@ class Exchange:
     reply: TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """The turns of one program."""
-
-    exchanges: tuple[Exchange, ...]
+Dialogue: TypeAlias = tuple[Exchange, ...]
+"""The turns of one program."""
 
 
 def dialogues(tokenizer: Any, programs: int, turns: int, most_tokens: int, seed: int = 0) -> list[Dialogue]:
@@ -61,13 +52,13 @@ def dialogues(tokenizer: Any, programs: int, turns: int, most_tokens: int, seed:
     found: list[Dialogue] = []
     for conversation in recorded()[first:] + recorded()[:first]:
         if len(found) < programs and (exchanges := _exchanges(tokenizer, conversation, turns, most_tokens)):
-            found.append(Dialogue(exchanges))
+            found.append(exchanges)
     if len(found) < programs:
         raise ValueError(f"{len(found)} recorded conversations have {turns} turns in {most_tokens} tokens")
     return found
 
 
-def _exchanges(tokenizer: Any, conversation: Conversation, turns: int, most_tokens: int) -> tuple[Exchange, ...]:
+def _exchanges(tokenizer: Any, conversation: Conversation, turns: int, most_tokens: int) -> Dialogue:
     """The first `turns` turns; empty where there are fewer or they are too long."""
 
     def ids(text: str) -> TokenIds:
@@ -96,9 +87,6 @@ class TurnSizes:
     rows: tuple[int, ...] = (1, 32)
     most_tokens: int = 5000  # of a conversation
     warm_turns: int = 3
-    peer_seconds: float = 50.0  # for each of transformers' ways with all workflows
-    peer_blocks: int | None = None  # of continuous batching's cache; None: what it takes by default, here as there
-    peer_step: int | None = None  # tokens of one of its steps
 
 
 def full_turns() -> TurnSizes:
@@ -111,43 +99,29 @@ def small_turns() -> TurnSizes:
     shape = json.loads((WEIGHTS / "config.json").read_text())
     shape["hidden_size"] += 8 * shape["num_attention_heads"]
     shape |= {"vocab_size": shape["vocab_size"] + 64, "tie_word_embeddings": False}
-    return TurnSizes(
-        shape,
-        "cpu",
-        torch.float32,
-        turns=(1, 2),
-        rows=(1, 2),
-        most_tokens=1000,
-        warm_turns=1,
-        peer_blocks=16,
-        peer_step=256,
-    )
+    return TurnSizes(shape, "cpu", torch.float32, turns=(1, 2), rows=(1, 2), most_tokens=1000, warm_turns=1)
 
 
 class Stage:
-    """The model on disk, on the device and in transformers, each made when it is first needed; and what was played.
+    """The model on disk and on the device, each made when it is first needed; and what is played.
 
     Call `close` in the end: the folder is as large as the model.
     """
 
     def __init__(self, sizes: TurnSizes, ceilings: Ceilings) -> None:
-        """Begin to inflate."""
         self.sizes, self.ceilings = sizes, ceilings
-        self.ours: dict[tuple[int, int], list[float]] = {}  # seconds of turns, by (turns, programs)
-        self.loaded = Once(self._load)
+        self.folder, self.loaded = Once(self._inflate), Once(self._load)
         self._tokenizer = Once(lambda: load_tokenizer(inspect_model(POCKET)))
         self._recorded: dict[tuple[int, int, int], list[Dialogue]] = {}
-        self._thread = ThreadPoolExecutor(1, "inflate")
         self._made = tempfile.TemporaryDirectory(prefix="bench.")
-        shape, base = sizes.shape, Path(self._made.name)
+
+    def _inflate(self) -> Path:
+        """Write the model. Raises InflateError."""
+        shape, base = self.sizes.shape, Path(self._made.name)
         if isinstance(shape, dict):
             (base / "shape.json").write_text(json.dumps(shape))
             shape = str(base / "shape.json")
-        self._folder = self._thread.submit(_inflated, shape, base / "model", sizes)
-
-    def folder(self, seconds: float | None = None) -> Path:
-        """The folder of the model, once it is written. Raises TimeoutError after `seconds`, InflateError."""
-        return self._folder.result(seconds)
+        return inflate(POCKET, shape, base / "model", dtype=self.sizes.dtype, pad_vocabulary=True)
 
     def dialogues(self, turns: int, rows: int, seed: int = 0) -> list[Dialogue]:
         """The same conversations in each call."""
@@ -186,30 +160,11 @@ class Stage:
         counting = CountingRunner(loaded.runner)
         return Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window), counting
 
-    def release(self) -> None:
-        """Give the device's memory back; the next engine loads again."""
+    def close(self) -> None:
+        """Give the device's memory back, and remove what is on disk."""
         self.loaded.drop()
         free_device()
-
-    def close(self) -> None:
-        """Remove what is on disk."""
-        self.release()
-        self._thread.shutdown(wait=True)
         self._made.cleanup()
-
-
-def _inflated(shape: str, folder: Path, sizes: TurnSizes) -> Path:
-    """Write the model. Beside a GPU in a process of its own, since the host's time is measured meanwhile."""
-    if sizes.device == "cpu":
-        return inflate(POCKET, shape, folder, dtype=sizes.dtype, pad_vocabulary=True)
-    dtype = str(sizes.dtype).removeprefix("torch.")
-    options = ["--shape", shape, "--out", str(folder), "--dtype", dtype, "--pad-vocabulary"]
-    command = ["env", f"OMP_NUM_THREADS={_THREADS}", "CUDA_VISIBLE_DEVICES=", sys.executable]
-    command += ["-m", "holdfast.loadgen.inflate.model", POCKET, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the model could not be written: {done.stderr[-500:]}")
-    return folder
 
 
 def capture_graphs(runner: GpuRunner, device: str, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:

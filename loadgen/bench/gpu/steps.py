@@ -1,13 +1,13 @@
 """Single steps of a model with random weights, as shares of what the device allows; nothing is on disk.
 
-Decoding, verifying, prefilling, aliasing, moves to the host and back, and the host's own share of a step of many
-sequences. Not here: whole conversations (`workflows`).
+Decoding, verifying, prefilling, moves to the host and back, and the host's own share of a step of many sequences. Not
+here: whole conversations (`workflows`).
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,18 +23,16 @@ from holdfast.loadgen.bench.gpu.stage import capture_graphs
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageIds, PageMoves, StateUse
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
-from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.decoder import Model, rotary_tables
+from holdfast.replicas.model.decoder import rotary_tables
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs, kept_window, make_states
 from holdfast.replicas.model.weights import Part, Source, weights_from
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
-from holdfast.replicas.requests import Finished, Submit
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.types import TokenIds
 
 WeightNumbers: TypeAlias = Literal["plain", "fp8", "mxfp4 experts"]
@@ -54,7 +52,6 @@ class StepSizes:
     context: int = 4096  # cached by each of them
     short: int = 1024  # cached by one alone
     chunk: int = 4096  # of a prefill
-    long_alias: int = 131072
     moved_pages: int = 512  # between the device and the host
     repeat: int = 20
 
@@ -107,16 +104,15 @@ def small_steps() -> StepSizes:
         context=17,
         short=10,
         chunk=16,
-        long_alias=32,
         moved_pages=5,
         repeat=1,
     )
 
 
 class World:
-    """The runner over random weights, with graphs where the device has any; of our decoder, or of transformers' own."""
+    """The runner over random weights, with graphs where the device has any."""
 
-    def __init__(self, sizes: StepSizes, ceilings: Ceilings, ours: bool = True) -> None:
+    def __init__(self, sizes: StepSizes, ceilings: Ceilings) -> None:
         context = sizes.model.max_position_embeddings
         shape = describe(sizes.model)
         assert shape is not None  # all sizes are of families that the decoder knows
@@ -143,28 +139,14 @@ class World:
         self.states = make_states(shape, self.config, self.config.state_slots, dtype, sizes.device)
         self.weights = RandomWeights(dtype, sizes.device, sizes.numbers)
         self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
-        self.model: Model
-        if ours:
-            weights = weights_from(self.weights, shape)
-            rotary = rotary_tables(sizes.model, shape, context, sizes.device)
-            self.model = GpuDecoder(shape, weights, rotary, self.kv, states=self.states)
-        else:
-            with torch.device(sizes.device):
-                module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
-            self.model = AnyModel(module.eval(), self.kv)
-        self.runner = GpuRunner(self.model, self.kv, rows, context)
+        rotary = rotary_tables(sizes.model, shape, context, sizes.device)
+        self.decoder = GpuDecoder(shape, weights_from(self.weights, shape), rotary, self.kv, states=self.states)
+        self.runner = GpuRunner(self.decoder, self.kv, rows, context)
 
-    @property
-    def decoder(self) -> GpuDecoder:
-        """Ours."""
-        assert isinstance(self.model, GpuDecoder)
-        return self.model
-
-    def engine(self, **settings: Any) -> tuple[Engine, CountingRunner]:
+    def engine(self) -> tuple[Engine, CountingRunner]:
         """An engine with an empty cache over the runner, and what counts between the two."""
         counting = CountingRunner(self.runner)
-        config = replace(self.config, **settings)
-        return Engine(config, counting, vocabulary=self.shape.vocabulary, window=self.window), counting
+        return Engine(self.config, counting, vocabulary=self.shape.vocabulary, window=self.window), counting
 
     def tokens(self, count: int, seed: int) -> TokenIds:
         return np.random.default_rng(seed).integers(1, self.shape.vocabulary, count).astype(np.int32)
@@ -336,87 +318,6 @@ def prefill_share(world: World) -> Lines:
         times = timed(world, StepPlan((chunk,), _writes(world, [pages])))
         name = f"prefill {part} after {cached}" if cached else f"prefill {part}"
         yield name, _figures(times, world.bounds.compute_s(part, cached))
-
-
-def transformers_model(sizes: StepSizes, ceilings: Ceilings) -> Lines:
-    """A model that our decoder does not know, by transformers over our pages: with its launches, and in graphs."""
-    world = World(replace(sizes, cells=sizes.cells // 3), ceilings, ours=False)
-    for way in ("launched", "in graphs"):
-        for rows in (1, max(sizes.rows // 4, 2)):
-            times = timed(world, decoding(world, rows, sizes.short))
-            ideal = world.bounds.read_s(rows * sizes.short)
-            yield f"decode, {rows} at {sizes.short}, {way}", _figures(times, ideal)
-        if way == "launched" and sizes.device == "cuda":  # elsewhere it has an attention that is no kernel
-            capture(world)
-
-
-def long_prompt(world: World) -> Lines:
-    """A prompt beside sequences that decode, by what it may add to their steps (`step_ms`): the gaps between their
-    tokens, and how long its own first token takes. Raises RuntimeError where steps fail."""
-    rows, sizes = world.sizes.rows // 2, world.sizes
-    length = min(5 * sizes.chunk, sizes.model.max_position_embeddings - 8)
-    for bound in (1e6, 100.0, 50.0, 25.0):
-        engine, _ = world.engine(step_ms=bound)
-        for row in range(rows):
-            engine.handle(
-                Submit(f"{row}", tokens=world.tokens(16, row), sampling=Sampling(4000, ignore_eos=True)),
-                time.perf_counter(),
-            )
-        # Twice: what steps cost is learned from the first, of another length.
-        for number, tokens in (("learned", length // 2), ("asked", length)):
-            began, gaps, done = time.perf_counter(), [], False
-            engine.handle(Submit(number, tokens=world.tokens(tokens, 77), sampling=Sampling(1, ignore_eos=True)), began)
-            while not done:
-                if not engine.busy:
-                    raise RuntimeError("the steps fail: the log says why")
-                t0 = time.perf_counter()
-                events = engine.step(t0)
-                gaps.append(time.perf_counter() - t0)
-                done = any(event.request_id == number and isinstance(event, Finished) for event in events)
-            first_s = time.perf_counter() - began
-        gaps.sort()
-        figures = {
-            "gap_p50_s": statistics.median(gaps),
-            "gap_p99_s": gaps[int(0.99 * len(gaps))],
-            "longest_s": gaps[-1],
-        }
-        yield f"{length} tokens beside {rows}, step_ms {bound:g}", figures | {"first_token_s": first_s}
-        world.wait()
-
-
-def alias(world: World) -> Lines:
-    """Taking over a cached prefix, long and short: the match in the tree, and its pages into a row of the table."""
-    found = {}
-    for length in (world.sizes.long_alias // 128, world.sizes.long_alias):
-        cache = KVCache(world.kv.pages, 16)
-        length = max(length, 16)
-        tokens = world.tokens(length + 1, 3)
-        first = cache.acquire("", tokens, 0.0)
-        cache.grow(first.holding, length)
-        cache.finish(first.holding, tokens, length, 0.0)
-        match_s, write_s, device_s = [], [], []
-        for _ in range(world.sizes.repeat):
-            t0 = world.now()
-            acquired = cache.acquire("", tokens, 0.0)
-            t1 = time.perf_counter()
-            write = RowWrite(0, 0, acquired.holding.pages)
-            world.hold(_HELD_S)
-            t2 = time.perf_counter()
-            flight = world.runner.begin(StepPlan((), (write,)))
-            t3 = time.perf_counter()
-            output = flight.land()
-            match_s.append(t1 - t0)
-            write_s.append(t3 - t2)
-            device_s.append(output.forward_s + output.sample_s)
-            cache.drop(acquired.holding)
-        found[length] = {
-            "match_s": statistics.median(match_s),
-            "begin_s": statistics.median(write_s),
-            "device_s": statistics.median(device_s),
-        }
-        yield f"alias of {length}", found[length]
-    short, long = found.values()
-    yield "alias, long over short", {name: long[name] / max(short[name], 1e-9) for name in short}
 
 
 def host_tier(world: World) -> Lines:

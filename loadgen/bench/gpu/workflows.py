@@ -1,11 +1,11 @@
-"""Recorded conversations, turn by turn, through the whole engine as it is served, and through transformers.
+"""Recorded conversations, turn by turn, through the whole engine as it is served.
 
 A turn's ideal time over its measured time is the figure:
 
     ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / matrix rate
 
 Turns run in waves: all programs begin a turn together, and the wave ends with the last of them. A turn draws as many
-tokens as the recorded reply has, so every engine does the same work. The parts of `Turn.spent` add up to the time.
+tokens as the recorded reply has, so every run does the same work. The parts of `Turn.spent` add up to the time.
 """
 
 import itertools
@@ -14,14 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
-from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
 from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage
-from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Once, Report
+from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Submit
@@ -96,7 +94,7 @@ class Player:
 
     def wave(self, turn: int) -> Turn:
         """All programs do a turn. Raises RuntimeError where one of them fails."""
-        exchanges = [program.exchanges[turn] for program in self._programs]
+        exchanges = [program[turn] for program in self._programs]
         known = [_common(seen, each.prompt) for seen, each in zip(self._seen, exchanges, strict=True)]
         before = Totals.of(self._engine, self._counting)
         began = time.perf_counter()
@@ -165,10 +163,10 @@ def summary(turns: Sequence[Turn]) -> Figures:
     }
 
 
-def load(stage: Stage, deadline: Deadline) -> Lines:
-    """Load the inflated model, once it is written, capture graphs, measure what verifying costs."""
+def load(stage: Stage) -> Lines:
+    """Write the inflated model and load it, capture graphs, measure what verifying costs."""
     began = time.perf_counter()
-    stage.folder(max(deadline.left, 0.0))
+    stage.folder()
     written = time.perf_counter()
     loaded = stage.loaded()
     figures = {"written_s": written - began, "load_s": time.perf_counter() - written}
@@ -184,81 +182,24 @@ def turns(stage: Stage, turns: int, rows: int, deadline: Deadline, speculation: 
     for _ in play(warm, stage.sizes.warm_turns, deadline):
         pass  # compiles what has not been
     played = []
-    try:
-        for turn in play(Player(*stage.engine(speculation), bounds, programs), turns, deadline):
-            played.append(turn)
-            yield f"turn {turn.turn}", turn.figures
-    finally:
-        if speculation:
-            stage.ours[turns, rows] = [turn.wall_s for turn in played]
+    for turn in play(Player(*stage.engine(speculation), bounds, programs), turns, deadline):
+        played.append(turn)
+        yield f"turn {turn.turn}", turn.figures
     yield "all", summary(played) | {"wanted_turns": turns}
 
 
-def against(stage: Stage, way: PromptLookup | Batching, turns: int, rows: int, deadline: Deadline) -> Lines:
-    """The same turns by transformers, as many as there is time for; ratios over the turns that both did."""
-    name = f"{turns} turns, {rows} at once"
-    programs = stage.dialogues(turns, rows)
-    ours = stage.ours.get((turns, rows), [])
-    both_theirs, both_ours, done = 0.0, 0.0, 0
-    way.ask([program.exchanges[0] for program in stage.dialogues(stage.sizes.warm_turns, rows, seed=1)])
-    for turn in range(turns):
-        if deadline.over:
-            break
-        seconds = way.ask([program.exchanges[turn] for program in programs])
-        figures = {"theirs_s": seconds}
-        done += 1
-        if turn < len(ours):
-            both_theirs, both_ours = both_theirs + seconds, both_ours + ours[turn]
-            figures |= {"ours_s": ours[turn], "theirs_over_ours": seconds / ours[turn]}
-        yield f"{name}, turn {turn}", figures
-    total: dict[str, Any] = {"turns": done, "turns_of_both": min(done, len(ours)), "wanted_turns": turns}
-    if both_ours:
-        total |= {"theirs_s": both_theirs, "ours_s": both_ours, "theirs_over_ours": both_theirs / both_ours}
-    yield f"{name}, all", total
-
-
-def workflow(turns: int, rows: int) -> str:
-    """The name of a part."""
-    return f"turns, {turns}, {rows} at once"
-
-
-def remember(stage: Stage, parts: dict[str, dict[str, Figures]]) -> None:
-    """Take over what a process before this one has played."""
-    for count, rows in itertools.product(stage.sizes.turns, stage.sizes.rows):
-        lines = parts.get(workflow(count, rows), {})
-        stage.ours[count, rows] = [figures["wall_s"] for line, figures in lines.items() if line != "all"]
-
-
-def run_ours(stage: Stage, report: Report) -> None:
-    """The parts of our engine: with drafts, then the longest one without. Each process loads the model itself."""
+def run(stage: Stage, report: Report) -> None:
+    """Workflows with drafts, then the longest one without. Each process writes and loads the model itself."""
     sizes, loaded = stage.sizes, stage.loaded
-    report.run("load", partial(load, stage), 150.0)
+    report.run("load", lambda deadline: load(stage), 150.0)
     for count, rows in itertools.product(sizes.turns, sizes.rows):
-        report.run(workflow(count, rows), partial(turns, stage, count, rows), 45.0, loaded)
+        report.run(_workflow(count, rows), partial(turns, stage, count, rows), 45.0, loaded)
     longest = max(sizes.turns)
     for rows in sizes.rows:
         part = partial(turns, stage, longest, rows, speculation=False)
-        report.run(f"{workflow(longest, rows)}, no drafts", part, 15.0, loaded)
+        report.run(f"{_workflow(longest, rows)}, no drafts", part, 15.0, loaded)
 
 
-def run_peers(stage: Stage, report: Report) -> None:
-    """The parts of transformers, on the memory that our engine gives back."""
-
-    def load() -> Any:
-        stage.release()
-        return load_model(str(stage.folder()), stage.sizes.device, stage.sizes.dtype)
-
-    def each(way: type[PromptLookup | Batching], workflows: list[tuple[int, int]], deadline: Deadline) -> Lines:
-        """Every (turns, programs); the time that one leaves is for the others."""
-        with way(model(), stage.sizes) as opened:
-            for done, (turns, rows) in enumerate(workflows):
-                left = Deadline(deadline.left / (len(workflows) - done))
-                yield from against(stage, opened, turns, rows, left)
-
-    model, one, many = Once(load), min(stage.sizes.rows), max(stage.sizes.rows)
-    longest_first = sorted(stage.sizes.turns, reverse=True)
-    single = [(turns, one) for turns in longest_first]
-    every = [(turns, rows) for turns in longest_first for rows in (many, one)]
-    seconds = stage.sizes.peer_seconds
-    report.run("generate, prompt lookup", partial(each, PromptLookup, single), seconds, model)
-    report.run("continuous batching", partial(each, Batching, every), seconds, model)
+def _workflow(turns: int, rows: int) -> str:
+    """The name of a part."""
+    return f"turns, {turns}, {rows} at once"

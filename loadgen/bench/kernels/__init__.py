@@ -1,1 +1,1 @@
-"""Verifies the GPU kernels and times them against measured ceilings."""
+"""Times the GPU kernels against measured ceilings."""

@@ -1,11 +1,11 @@
-"""Gated DeltaNet and Mamba-2 over states in slots: sequences at random, whether the kernels are right, and how fast.
+"""Gated DeltaNet and Mamba-2 over states in slots: sequences at random, and how fast the kernels are.
 
 Timed beside torch's plain form, and Gated DeltaNet beside fla-core where that package is installed. fla-core's kernels
 take q, k, v and gates that were convolved before, and states that were gathered before, so theirs do less than ours:
 ours includes the convolution, states in their slots, and inputs for the next step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -119,34 +119,6 @@ class StateWorld:
 def written(states: LinearStates) -> Tensor:
     """The recurrent states, one after the other, with zeros for those that nobody wrote."""
     return states.recurrent.double().flatten().nan_to_num()
-
-
-def cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any]]]]:
-    """Calls of the kernel and of float64: outputs and states of decode, drafts, prompts and marks, in one batch."""
-    scale = 7 if large else 1
-    few = [Span(3, 1), Span(0, 5, 2, (1, 3)), Span(1, 4, 1, moves=True), Span(0, 3, 3, begins=True)]
-    many = [Span(2, 90 * scale, 0, (64, 70)), Span(0, 1), Span(3, 40 * scale, 1, (5,)), Span(0, 64, begins=True)]
-    for rule, (full, small) in _SHAPES.items():
-        for name, spans in {"decode and drafts": few, "chunks": many}.items():
-            yield f"{rule}, {name}", partial(_case, spans, full if large else small, dtype, device)
-
-
-_SHAPES = {
-    "gated delta": (LinearShape(4, 12, 128, 128, 4), LinearShape(1, 2, 16, 16, 4)),
-    "mamba2": (LinearShape(2, 16, 128, 64, 4, rule="mamba2"), LinearShape(1, 2, 16, 16, 4, rule="mamba2")),
-}
-
-
-def _case(spans: Sequence[Span], shape: LinearShape, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    world = StateWorld(spans, shape, 4, dtype, device)
-    kernel = world.kernel()
-    exact, after = world.exact()
-    scale = written(after).norm() / exact.norm()  # outputs count as much as states
-
-    def all_of(out: Tensor, states: LinearStates) -> Tensor:
-        return torch.cat((out.double().flatten() * scale, written(states)))
-
-    return lambda: all_of(*world.run(kernel)), lambda: all_of(exact, after)
 
 
 # ---- beside other implementations

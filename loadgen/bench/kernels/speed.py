@@ -22,12 +22,12 @@ from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.kv import FP8 as FP8_STORE
 from holdfast.kernels.linear import Activation
 from holdfast.kernels.linear_state import LinearShape
-from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, quantized_reference
+from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, quantized, quantized_reference
 from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
 from holdfast.kernels.sampling_gpu import cutoffs
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
 from holdfast.loadgen.bench.kernels import linear_state
-from holdfast.loadgen.bench.kernels.correctness import QUANTISED, paged, relative_error
+from holdfast.loadgen.bench.kernels.paged import paged
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Once, Report
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
@@ -57,6 +57,12 @@ WIDTHS = {
     "gate and up": (HIDDEN, 2 * INNER),
     "down": (INNER, HIDDEN),
     "output layer": (HIDDEN, VOCABULARY),
+}
+QUANTISED = {
+    "FP8 blocks": partial(quantized, numbers="e4m3", block=(128, 128)),
+    "MXFP4": partial(quantized, numbers="e2m1", block=(1, 32), scales=E8M0),
+    "NVFP4": partial(quantized, numbers="e2m1", block=(1, 16), scales=FP8),
+    "int4 in groups": partial(quantized, numbers="uint4", block=(1, 128), scales=torch.float16, asymmetric=True),
 }
 QUANTISED_WIDTHS = {"gate and up": (5120, 34816), "down": (17408, 5120)}  # of a 27B
 
@@ -191,7 +197,7 @@ def _scaled(x: Tensor, weight: QuantizedWeight, clock: Clock, ours: float) -> Fi
 
     try:
         exact = quantized_reference(x[:16], weight)
-        error = relative_error(multiplied()[:16], exact)
+        error = float((multiplied()[:16].double() - exact.double()).norm() / exact.double().norm())
         seconds = clock.seconds(multiplied)
     except (RuntimeError, ValueError) as error_of:  # not on this device
         return {"scaled_failed": f"{error_of}"[:200]}

@@ -67,7 +67,7 @@ def workload(name: str, temperature: float) -> tuple[list[list[int]], EngineStat
 
     `name`: what is turned off.
     """
-    variant = chosen(name)[0] if name else Variant("none")
+    variant = chosen(name, VARIANTS, "off")[0] if name else Variant("none")
     config = variant.of(CONFIG)
     ready = loaded(config.decoder, tuple(each for each in config.without if each in LOADED))
     engine = Engine(variant.of(ready.config), ready.runner, ready.eos, ready.vocabulary)
@@ -104,7 +104,9 @@ def test_a_programs_own_cells_are_told_from_those_that_others_computed() -> None
 
 def test_the_token_cache_changes_no_token() -> None:
     tokenizer = loaded().tokenizer
-    on, off = (TextSide(tokenizer, config) for config in (CONFIG, chosen("tokenize_cache")[0].of(CONFIG)))
+    on, off = (
+        TextSide(tokenizer, config) for config in (CONFIG, chosen("tokenize_cache", VARIANTS, "off")[0].of(CONFIG))
+    )
     messages = [user("What is the weather in <|im_end|> Paris?")]
     for turn in range(4):
         for _ in range(2):
@@ -139,4 +141,4 @@ def test_every_switch_there_is_belongs_to_a_mechanism() -> None:
 
 def test_an_unknown_mechanism_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="magic"):
-        chosen("memory,magic")
+        chosen("memory,magic", VARIANTS, "off")

@@ -1,8 +1,9 @@
-"""Conversations played to our engine and to transformers, and what the time of a turn is laid to."""
+"""Conversations played to the engine, and what the time of a turn is laid to."""
 
 import json
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from holdfast.kernels.ceilings import Ceilings
 from holdfast.loadgen.bench.gpu import __main__ as command
 from holdfast.loadgen.bench.gpu import workflows
 from holdfast.loadgen.bench.gpu.accounting import CountingRunner, Totals
-from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
-from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogues, full_turns, small_turns
+from holdfast.loadgen.bench.gpu.stage import Exchange, Stage, dialogues, full_turns, small_turns
 from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
 from holdfast.loadgen.bench.parts import Deadline, Report, put
 from holdfast.replicas.engine import Engine
@@ -49,14 +49,14 @@ def test_conversations_follow_from_the_seed_and_grow_by_what_is_on_record(stage)
     tokenizer, most = stage.loaded().tokenizer, 3000
     programs, again = (dialogues(tokenizer, 2, 4, most) for _ in range(2))
     for program, same in zip(programs, again, strict=True):
-        assert len(program.exchanges) == 4
-        for one, other in zip(program.exchanges, same.exchanges, strict=True):
+        assert len(program) == 4
+        for one, other in zip(program, same, strict=True):
             assert np.array_equal(one.prompt, other.prompt)
             assert len(one.prompt) + len(one.reply) <= most
-        for before, after in zip(program.exchanges, program.exchanges[1:], strict=False):
+        for before, after in pairwise(program):
             known = np.concatenate((before.prompt, before.reply))
             assert np.array_equal(after.prompt[: len(known)], known)
-    assert not np.array_equal(programs[0].exchanges[0].prompt, programs[1].exchanges[0].prompt)
+    assert not np.array_equal(programs[0][0].prompt, programs[1][0].prompt)
     assert full_turns().most_tokens + 16 <= 8192  # of Pocket's context
 
 
@@ -64,17 +64,16 @@ def test_turns_stop_where_the_time_is_over_and_say_so(stage):
     lines = dict(workflows.turns(stage, 2, 1, Deadline(0.0)))
     assert list(lines) == ["turn 0", "all"]
     assert (lines["all"]["turns"], lines["all"]["wanted_turns"]) == (1, 2)
-    assert len(stage.ours[2, 1]) == 1
 
 
 def test_only_what_was_never_seen_counts_as_new(stage):
     program = stage.dialogues(2, 1)[0]
     first, second = play(Player(*stage.engine(), stage.bounds, [program]), 2, Deadline(1000.0))
-    assert first.new == first.prompt == len(program.exchanges[0].prompt)
+    assert first.new == first.prompt == len(program[0].prompt)
     assert second.new < second.prompt
     if first.as_recorded:
         assert second.new == second.prompt - first.prompt - first.completion
-    for turn, exchange in zip((first, second), program.exchanges, strict=True):
+    for turn, exchange in zip((first, second), program, strict=True):
         assert turn.completion == len(exchange.reply)
         assert turn.total.positions >= turn.total.forwards * turn.prompt - turn.new
         compute = stage.bounds.compute_s(turn.new, turn.prompt - turn.new)
@@ -94,23 +93,9 @@ def test_where_steps_overlap_preparing_them_is_counted_and_the_parts_still_add_u
 
 
 def test_a_turn_that_fails_is_no_figure(stage):
-    short = Dialogue((Exchange(np.full(9000, 5, np.int32), np.array([1], np.int32)),))  # beyond the context
+    short = (Exchange(np.full(9000, 5, np.int32), np.array([1], np.int32)),)  # beyond the context
     with pytest.raises((RuntimeError, KeyError)):
         Player(*stage.engine(), stage.bounds, [short]).wave(0)
-
-
-def test_transformers_does_the_same_turns(stage):
-    stage.ours.clear()
-    list(workflows.turns(stage, 1, 1, Deadline(1000.0)))
-    model = load_model(str(stage.folder()), "cpu", torch.float32)
-    for kind in (PromptLookup, Batching):
-        with kind(model, stage.sizes) as way:
-            lines = dict(workflows.against(stage, way, 1, 1, Deadline(1000.0)))
-            late = dict(workflows.against(stage, way, 1, 1, Deadline(0.0)))
-        figures = lines["1 turns, 1 at once, all"]
-        assert figures["turns_of_both"] == figures["turns"] == 1
-        assert figures["theirs_over_ours"] == pytest.approx(figures["theirs_s"] / stage.ours[1, 1][0])
-        assert late == {"1 turns, 1 at once, all": {"turns": 0, "turns_of_both": 0, "wanted_turns": 1}}
 
 
 class Nothing:
@@ -136,7 +121,7 @@ def test_a_process_behind_a_fault_loads_again_and_one_that_cannot_load_fails_par
     done = {"load": {}, "turns, 1, 1 at once": {}}
     put(file, {"parts": done, "failed": {"turns, 1, 1 at once": "the process ended"}, "began": time.time()})
     report = Report(file, 1000.0, resume=True)
-    workflows.run_ours(made, report)
+    workflows.run(made, report)
     made.close()
     assert list(report.found["parts"])[1:3] == ["turns, 1, 1 at once", "turns, 1, 2 at once"]
     assert len(report.found["failed"]) == len(report.found["parts"]) - 1 == 6
@@ -148,7 +133,7 @@ def test_the_command_tells_where_all_of_the_time_went(stage, tmp_path, monkeypat
     monkeypatch.setattr(stage, "sizes", replace(stage.sizes, turns=(2,)))
     monkeypatch.setattr(stage, "close", lambda: None)
     file = tmp_path / "gpu.json"
-    assert command.main(["--json", str(file), "--only", "turns", "--no-peers"]) == 0
+    assert command.main(["--json", str(file), "--only", "turns"]) == 0
     found = json.loads(file.read_text())
     assert (found["failed"], found["left_out"]) == ({}, [])
     drafting, plain = ([f"turns, 2, {n} at once{more}" for n in (1, 2)] for more in ("", ", no drafts"))

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from holdfast.loadgen.bench.conversations import END, MARKS, Conversation, spans, train_bpe
-from holdfast.loadgen.bench.harness import report
+from holdfast.loadgen.bench.harness import Row, report
 from holdfast.loadgen.inflate import CUT
 from holdfast.loadgen.program import Program, prompts
 from holdfast.loadgen.traces import logs
@@ -74,25 +74,6 @@ class Tokens:
     turns: tuple[Turn, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """The result of one replay. Tokens per forward are of all turns' tokens together, no mean of turns.
-
-    Times are this thread's.
-    """
-
-    drafters: str
-    tokens_per_forward: float
-    tokens_per_forward_tool_calls: float
-    acceptance: float  # of proposed drafts
-    drafted: int
-    forwards: int
-    drafting_us: float  # a sequence and step, learning included
-    open_ms: float  # a turn, indexing its whole prompt
-    close_ms: float  # a turn, remembering it
-    memory_bytes: int  # most held for earlier turns
-
-
 def main(
     trace: Path, tools: Path | None = None, tokenizer: Path | None = None, cut: str = "pocket", as_json: bool = False
 ) -> int:
@@ -116,7 +97,7 @@ def main(
         "vocabulary": encoder.get_vocab_size(),
         "max_draft": DraftConfig().max_draft,
     }
-    runs = (asdict(replay(tokens, config, name)) for name, config in SWITCHES)
+    runs = (replay(tokens, config, name) for name, config in SWITCHES)
     if as_json:
         print(json.dumps({**settings, "runs": list(runs)}))
     else:
@@ -125,8 +106,13 @@ def main(
     return 0
 
 
-def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "") -> Replayed:
-    """Draft through all turns of `conversations` with one drafter."""
+def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "") -> Row:
+    """Draft through all turns of `conversations` with one drafter.
+
+    Tokens per forward are of all turns' tokens together, no mean of turns. `acceptance` is of proposed drafts. Times
+    are this thread's: `drafting_us` of a sequence and step, learning included, `open_ms` of indexing a whole prompt,
+    `close_ms` of remembering a turn. `memory_bytes` is the most held for earlier turns.
+    """
     drafter = Drafter(config, EngineStats())
     counts: list[tuple[int, int, int, int]] = []  # of each turn: tokens, forwards, drafts, right ones
     calling: list[bool] = []
@@ -152,18 +138,18 @@ def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "")
             memory = max(memory, drafter.memory_bytes)
     _, forwards, drafted, accepted = (sum(column) for column in zip(*counts, strict=True))
     opening, drafting, closing = times
-    return Replayed(
-        drafters=name,
-        tokens_per_forward=_tokens_per_forward(counts),
-        tokens_per_forward_tool_calls=_tokens_per_forward(compress(counts, calling)),
-        acceptance=round(accepted / max(drafted, 1), 3),
-        drafted=drafted,
-        forwards=forwards,
-        drafting_us=round(drafting / max(forwards, 1) * 1e6, 1),
-        open_ms=round(opening / len(counts) * 1e3, 3),
-        close_ms=round(closing / len(counts) * 1e3, 3),
-        memory_bytes=memory,
-    )
+    return {
+        "drafters": name,
+        "tokens_per_forward": _tokens_per_forward(counts),
+        "tokens_per_forward_tool_calls": _tokens_per_forward(compress(counts, calling)),
+        "acceptance": round(accepted / max(drafted, 1), 3),
+        "drafted": drafted,
+        "forwards": forwards,
+        "drafting_us": round(drafting / max(forwards, 1) * 1e6, 1),
+        "open_ms": round(opening / len(counts) * 1e3, 3),
+        "close_ms": round(closing / len(counts) * 1e3, 3),
+        "memory_bytes": memory,
+    }
 
 
 def _tokens_per_forward(counts: Iterable[tuple[int, int, int, int]]) -> float:

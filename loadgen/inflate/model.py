@@ -1,8 +1,8 @@
 """Inflate Pocket: write a checkpoint of a large model's shape that says exactly what Pocket says.
 
 ``python -m holdfast.loadgen.inflate.model pocket --shape llama-3.1-8b --out DIR``. The mathematics is in
-``padding``; here are the checks that come before anything is written, the config and the safetensors files. These are
-written tensor by tensor: the headers are known beforehand, so memory holds one tensor.
+``padding``; here are the checks that come before anything is written, the config and the safetensors files. Memory
+holds one of these files, of 512 MiB unless one tensor is larger.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,8 +50,7 @@ log = logging.getLogger(__name__)
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SPARE_BYTES = 64 << 20
-SHARD_BYTES = 2 << 30
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
+SHARD_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def inflate(
         for name in _COPIED:
             if (small.folder / name).exists():
                 shutil.copy(small.folder / name, folder / name)
-        write_shards(folder, tensors, dtype, inflation.tensor, SHARD_BYTES)
+        write_shards(folder, tensors, dtype, inflation.tensor)
         if out.exists():
             out.rmdir()
         folder.rename(out)
@@ -233,50 +231,27 @@ def total_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:
 
 
 def write_shards(
-    folder: Path,
-    tensors: Sequence[TensorSpec],
-    dtype: torch.dtype,
-    tensor: Callable[[TensorSpec], Tensor],
-    shard_bytes: int = SHARD_BYTES,
+    folder: Path, tensors: Sequence[TensorSpec], dtype: torch.dtype, tensor: Callable[[TensorSpec], Tensor]
 ) -> None:
-    """Write ``tensor(spec)`` for every spec into shards of about ``shard_bytes``, and their index."""
+    """Write ``tensor(spec)`` for every spec into shards of about ``SHARD_BYTES``, and their index."""
     shards: list[list[TensorSpec]] = [[]]
     for spec in tensors:
-        if shards[-1] and total_bytes([*shards[-1], spec], dtype) > shard_bytes:
+        if shards[-1] and total_bytes([*shards[-1], spec], dtype) > SHARD_BYTES:
             shards.append([])
         shards[-1].append(spec)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, dtype, tensor)
+        values = {spec.name: tensor(spec).to(dtype).contiguous() for spec in shard}
+        for spec in shard:
+            if tuple(values[spec.name].shape) != spec.shape:
+                raise AssertionError(f"{spec.name} has shape {tuple(values[spec.name].shape)}, planned {spec.shape}")
+        save_file(values, folder / name, metadata={"format": "pt"})
     if len(shards) > 1:
         placed = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
         index = {"metadata": {"total_size": total_bytes(tensors, dtype)}, "weight_map": placed}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_shard(
-    path: Path, tensors: Sequence[TensorSpec], dtype: torch.dtype, tensor: Callable[[TensorSpec], Tensor]
-) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for spec in tensors:
-        header[spec.name] = {
-            "dtype": _NAMES[dtype],
-            "shape": spec.shape,
-            "data_offsets": (at, at + spec.bytes(dtype)),
-        }
-        at += spec.bytes(dtype)
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for spec in tensors:
-            values = tensor(spec)
-            if tuple(values.shape) != spec.shape:
-                raise AssertionError(f"{spec.name} has shape {tuple(values.shape)}, planned {spec.shape}")
-            values.to(dtype).contiguous().flatten().view(torch.uint8).numpy().tofile(file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

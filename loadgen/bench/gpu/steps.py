@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-import transformers as tf
 from torch import Tensor
 
 from holdfast.kernels.ceilings import Ceilings, Clock, hold
@@ -21,6 +20,8 @@ from holdfast.kernels.quantized import E8M0, QuantizedWeight, Weight
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
 from holdfast.loadgen.bench.gpu.stage import capture_graphs
 from holdfast.loadgen.bench.parts import Lines
+from holdfast.loadgen.inflate.model import config_of
+from holdfast.loadgen.inflate.shapes import SHAPES, Family, Shape
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.pages import PageIds, PageMoves, StateUse
@@ -58,55 +59,14 @@ class StepSizes:
 
 def full_steps() -> StepSizes:
     """Llama 3.1 8B on a large GPU."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    model = tf.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters=rope,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return StepSizes(model, "cuda", cells=300_000)
+    return StepSizes(config_of(SHAPES["llama-3.1-8b"], max_position_embeddings=131072), "cuda", cells=300_000)
 
 
 def small_steps() -> StepSizes:
     """So little that an interpreter gets through it: what it measures is that everything runs."""
-    model = tf.LlamaConfig(
-        vocab_size=97,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=48,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return StepSizes(
-        model,
-        "cpu",
-        cells=1024,
-        rows=2,
-        context=17,
-        short=10,
-        chunk=16,
-        moved_pages=5,
-        repeat=1,
-    )
+    shape = Shape(Family.LLAMA, 16, 24, 1, 2, 1, 8, vocabulary=97, tied=False)
+    model = config_of(shape, max_position_embeddings=48)
+    return StepSizes(model, "cpu", cells=1024, rows=2, context=17, short=10, chunk=16, moved_pages=5, repeat=1)
 
 
 class World:

@@ -11,7 +11,6 @@ import asyncio
 import math
 import random
 import time
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -38,6 +37,7 @@ from holdfast.router.placement import (
     Reason,
     Weights,
 )
+from holdfast.router.records import Lru
 
 HINT = "hint"  # keyword argument of a call: its `RoutingHint`, taken out before the call is sent
 USED = "drawn"  # the method by which a router gets the usage of requests that were cut off
@@ -90,23 +90,6 @@ class Pending:
         self.refused_since = min(self.refused_since, time.monotonic())
 
 
-class Homes:
-    """The replica that served each program last; of a bounded number of programs."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._replica: OrderedDict[str, str] = OrderedDict()
-
-    def get(self, program: str) -> str | None:
-        return self._replica.get(program)
-
-    def put(self, program: str, replica_id: str) -> None:
-        self._replica[program] = replica_id
-        self._replica.move_to_end(program)
-        if len(self._replica) > self._size:
-            self._replica.popitem(last=False)
-
-
 # Trap: the `ConsistentHashRouter` that ships with Serve moves a program twice over a crash, away and back; a remembered
 # home moves it once.
 class AffinityRouter(RouterHooks):
@@ -128,7 +111,7 @@ class AffinityRouter(RouterHooks):
     ) -> None:
         self._control_calls = control_calls
         self._config = config = PlacementConfig(**options)
-        self._homes = Homes(PROGRAMS)
+        self._homes: Lru[str] = Lru(PROGRAMS)  # the replica that served each program last
         self._placement = Placement(random.Random(), weights)
         tokens = TOKENS_PER_WAITING * config.max_waiting
         self._queue = DispatchQueue(
@@ -293,8 +276,8 @@ class AffinityRouter(RouterHooks):
             program = pending_request.metadata.session_id
             hint: RoutingHint = pending_request.kwargs.pop(HINT, ANYWHERE)
             if hint.home in self._available:
-                self._homes.put(program, hint.home)
-            home = hint.home if hint.bound else self._homes.get(program) or hint.home
+                self._homes.put(program, hint.home, math.inf)
+            home = hint.home if hint.bound else self._homes.get(program, 0.0) or hint.home
             pending.placement = PlacementRequest(
                 hint.tokens,
                 (
@@ -346,7 +329,7 @@ class AffinityRouter(RouterHooks):
         # Learned here, where the replica has accepted: a chosen one may refuse.
         # Trap: another ingress process does not see this. It agrees through the program's record.
         if program := pending_request.metadata.session_id:
-            self._homes.put(program, replica_id.unique_id)
+            self._homes.put(program, replica_id.unique_id, math.inf)
         # Trap: Serve told the replica's count just before, but not for whom: a control call may itself make it high.
         # For a call that does not stream this comes at the very end, after `on_request_completed`.
         if Pending.of(pending_request).turn is not None:

@@ -20,7 +20,7 @@ import orjson
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.background import forever, stop
 from holdfast.router.dispatch.dispatch_queue import QueueStats
-from holdfast.router.records import Records
+from holdfast.router.records import Lru, Records
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class ReplicaHealth:
         self._reports: dict[str, tuple[float, LoadReport]] = {}
         self._silent: set[str] = set()
         self._ejected: dict[str, float] = {}  # until when
-        self._running: dict[str, str] = {}  # replicas by request
-        self._ended: dict[str, str] = {}
+        self._running: Lru[str] = Lru(REQUESTS)  # replicas by request
+        self._ended: Lru[str] = Lru(REQUESTS)
 
     @property
     def queue_stats(self) -> QueueStats:
@@ -109,17 +109,18 @@ class ReplicaHealth:
 
     def on_send(self, request_id: str, replica_id: str) -> None:
         """A request is sent to a replica."""
-        _remember(self._running, request_id, replica_id)
+        self._running.put(request_id, replica_id, math.inf)
 
     def on_end(self, request_id: str) -> None:
         """A request has ended; the router may still ask for its usage."""
-        replica_id = self._running.pop(request_id, None)
+        replica_id = self._running.get(request_id, 0.0)
         if replica_id is not None:
-            _remember(self._ended, request_id, replica_id)
+            self._running.remove(request_id)
+            self._ended.put(request_id, replica_id, math.inf)
 
     def replica_of(self, request_id: str) -> str | None:
         """The replica that got a request last; None: none did."""
-        return self._running.get(request_id) or self._ended.get(request_id)
+        return self._running.get(request_id, 0.0) or self._ended.get(request_id, 0.0)
 
     def _readmit(self, replica_id: str, until: float) -> None:
         if self._ejected.get(replica_id) == until:
@@ -129,13 +130,6 @@ class ReplicaHealth:
     def _changed(self) -> None:
         for router in list(self.routers):
             router.on_replicas_changed()
-
-
-def _remember(requests: dict[str, str], request_id: str, replica_id: str) -> None:
-    requests.pop(request_id, None)
-    requests[request_id] = replica_id
-    if len(requests) > REQUESTS:
-        del requests[next(iter(requests))]
 
 
 # Serve makes the request routers, out of reach of the ingress: they meet here. There is no other such object.

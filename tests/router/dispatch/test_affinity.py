@@ -19,7 +19,7 @@ from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.backend import RoutingHint
-from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pending
+from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Pending
 from holdfast.router.dispatch.replica_health import ReplicaHealth
 from holdfast.router.placement import Reason, Weights
 
@@ -482,15 +482,6 @@ async def test_without_replicas_a_request_waits_no_longer_than_configured() -> N
     made = affinity(no_replica_s=0.0)
     with pytest.raises(UnavailableError):
         await made.choose(pending("t/p"))
-
-
-def test_homes_forget_the_program_routed_longest_ago() -> None:
-    homes = Homes(2)
-    homes.put("a", "1")
-    homes.put("b", "1")
-    homes.put("a", "2")
-    homes.put("c", "1")
-    assert [homes.get(program) for program in "abc"] == ["2", None, "1"]
 
 
 async def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:

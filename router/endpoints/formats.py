@@ -94,9 +94,7 @@ class ChatFormat:
         head = (f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name)
         return Exchange(
             turn,
-            lambda choice: ChatEncoder(
-                *head, turn.include_usage, choice, event_names=turn.event_names, thoughts=turn.thoughts
-            ),
+            lambda choice: ChatEncoder(*head, turn.include_usage, choice, thoughts=turn.thoughts),
             lambda answer, others: chat_reply(*head, answer, others, turn.thoughts),
             program,
         )

@@ -49,7 +49,6 @@ from holdfast.router.protocol.turn import (
 )
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-CALL_CLOSED = "holdfast.tool_call.closed"
 # The first line of Claude Code's system prompt, and the values in it that differ between requests.
 _BILLING = "x-anthropic-billing-header:"
 _BILLING_LINE = re.compile(f"^{_BILLING}.*$", re.MULTILINE)
@@ -556,17 +555,15 @@ class ChatEncoder(ChunkEncoder):
     """Writes `chat.completion.chunk`: the role, then reasoning, text and tool-call deltas, then the reason.
 
     A client may run a tool call before the reply ends: the chunk that closes the call has its index in
-    `holdfast.tool_call_closed`. With `event_names` that chunk is also an event named `CALL_CLOSED`. Without `thoughts`
-    the reasoning is left out.
+    `holdfast.tool_call_closed`. Without `thoughts` the reasoning is left out.
     """
 
     KIND = "chat.completion.chunk"
     LAST: ClassVar = {"delta": {}}
 
-    def __init__(self, *head: Any, event_names: bool = False, thoughts: bool = True) -> None:
+    def __init__(self, *head: Any, thoughts: bool = True) -> None:
         super().__init__(*head)
         self._thoughts = thoughts
-        self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
 
     def opening(self) -> bytes:
         return self.chunk(None, None, delta={"role": "assistant", "content": "", "refusal": None})
@@ -583,7 +580,5 @@ class ChatEncoder(ChunkEncoder):
         call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
         if piece.name is not None:
             call = {"index": piece.index, **chat_call(piece.call_id, piece.name, piece.arguments)}
-        if not piece.closed:
-            return self.chunk(None, None, delta={"tool_calls": [call]})
-        closed = {"holdfast": {"tool_call_closed": piece.index}}
-        return self._closed_name + self.chunk(None, None, closed, delta={"tool_calls": [call]})
+        closed = {"holdfast": {"tool_call_closed": piece.index}} if piece.closed else None
+        return self.chunk(None, None, closed, delta={"tool_calls": [call]})

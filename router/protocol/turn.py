@@ -52,7 +52,6 @@ class StreamOptions(Body):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     include_usage: bool = False
-    event_names: bool = False  # ours: a chunk that closes a tool call is an event with a name
     include_obfuscation: bool = False  # accepted: chunks are never padded
 
 
@@ -135,7 +134,6 @@ class Turn:
     include_usage: bool = False
     ids: ClaimedIds = ClaimedIds()
     program_end: bool = False
-    event_names: bool = False
     prefill_id: str = ""
     session: SessionTurn | None = None  # an operation of this session, which is the program
     hints: tuple[Hint, ...] = ()  # which parts of the prompt the cache should keep
@@ -215,7 +213,6 @@ def build_turn(
         stop=read_stops(body.stop),
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
-        event_names=options is not None and options.event_names,
         skipped=body.skipped[:MOST_WORDS],
         priority=_priority(body.priority, body.service_tier),
         timeout_s=body.timeout,

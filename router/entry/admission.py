@@ -21,6 +21,7 @@ from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.call import NOBODY, Call
 from holdfast.router.entry.http import answer_headers, caller, content_digest, route_of
+from holdfast.router.entry.long_bodies import LongBodies
 from holdfast.router.entry.metrics import RouterMetrics
 from holdfast.router.entry.quotas import LIMITS, Cost
 from holdfast.router.entry.turn_log import TurnLog
@@ -32,6 +33,7 @@ from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
 T = TypeVar("T")
 Samples = Mapping[tuple[str, ...], float]
 
+LONG_BODY = 1 << 20  # bytes; a longer body is parsed beside the event loop
 TENANT = "holdfast.tenant"  # the key of a request's tenant in its scope
 
 
@@ -61,6 +63,7 @@ class Entry:
         self._places = Shares(config.max_in_flight)
         self._bodies = Shares(config.body_memory)
         self._audit = audit
+        self.long_bodies = LongBodies()
         self._proxies = config.networks()
         for tell in (self._places.share, self._bodies.share, self.books.quotas.keep):
             tenants.watch(tell)
@@ -149,6 +152,8 @@ class Entry:
         with BodyBytes(self._bodies, tenant.name) as held:
             body = await read_body(request, config.max_body_bytes, config.body_timeout_s, held)
             check_values(body, config.max_body_values)
+            if len(body) > LONG_BODY:
+                return await self.long_bodies.call(parse, body, *arguments)
             return parse(body, *arguments)
 
     def _watch(self) -> None:

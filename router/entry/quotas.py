@@ -230,6 +230,10 @@ class QuotaError(RefusedError):
         super().__init__(refusal, f"Tenant '{tenant}' is limited to {words}", retry_after_s=status.reset_s)
         self.limit = limit
         self.status = status
+        self._arguments = (tenant, limit, status)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
 
 
 def quota_keys(tenant: str) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
+from typing import Any
 
 import orjson
 
@@ -53,6 +54,9 @@ class RefusedError(HoldfastError):
         self.refusal = refusal
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.refusal, self.message, self.field, self.retry_after_s)
+
 
 class ReplyError(HoldfastError):
     """A replica replied with the error `info` after the work `usage`."""
@@ -66,6 +70,9 @@ class ReplyError(HoldfastError):
     @property
     def info(self) -> ErrorInfo:
         return self._info
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.info, self.usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +229,7 @@ class FieldNames:
         if isinstance(error, ReplyError):
             return ReplyError(info, error.usage)
         error.message, error.field = info.message, info.field
+        error.args = (info.message, info.field, error.retry_after_s)
         return error
 
 

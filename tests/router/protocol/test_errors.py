@@ -1,12 +1,24 @@
+import importlib
 import pickle
+import pkgutil
 from typing import Any
 
 import pytest
 from ray import cloudpickle
 
-from holdfast.replicas import errors
-from holdfast.replicas.errors import DeadlineError, ErrorKind, HoldfastError, InvalidRequestError, OverloadedError
-from holdfast.router.protocol.errors import TABLE, Refusal, RefusedError, api_error
+import holdfast.router
+from holdfast.replicas.errors import (
+    DeadlineError,
+    ErrorInfo,
+    ErrorKind,
+    HoldfastError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from holdfast.replicas.requests import Usage
+from holdfast.router.entry.quotas import QuotaError, RateLimitStatus
+from holdfast.router.protocol.errors import TABLE, ClientGoneError, Refusal, RefusedError, ReplyError, api_error
+from holdfast.router.tenants import TenantLimits
 
 
 def test_every_kind_has_a_row():
@@ -19,12 +31,26 @@ def test_retry_after_is_in_whole_seconds_and_never_too_early():
     assert api_error(InvalidRequestError("no")).headers == {}
 
 
-ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {DeadlineError: ("too late", "timeout", 2.0)}
+STATUS = RateLimitStatus(TenantLimits(max_concurrent=2), {"max_concurrent": 2.0}, 3.0)
+ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
+    RefusedError: (Refusal.RATE_LIMITED, "slow down", "model", 3.0),
+    QuotaError: ("acme", "max_concurrent", STATUS),
+    ReplyError: (ErrorInfo(ErrorKind.TIMEOUT, "slow", "x", 2.0), Usage(3, 2, 1)),
+    DeadlineError: ("too late", "timeout", 2.0),
+    ClientGoneError: (),
+}
 
 
 def exceptions() -> list[type[Exception]]:
-    """Those that replicas raise, which cross to routers."""
-    found = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)}
+    """Those that the modules of `replicas/errors.py` and `router/` define."""
+    names = ["holdfast.replicas.errors"]
+    names += [each.name for each in pkgutil.walk_packages(holdfast.router.__path__, "holdfast.router.")]
+    found = {
+        one
+        for name in names
+        for one in vars(importlib.import_module(name)).values()
+        if isinstance(one, type) and issubclass(one, Exception) and one.__module__ == name
+    }
     return sorted(found, key=lambda each: each.__name__)
 
 

@@ -29,7 +29,7 @@ BENCHMARKS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
     "ablation": (
         "Measure turn latencies of an engine with everything on, and with each mechanism off; no server.",
-        "bench.ablation.main", (),
+        "bench.__main__.main", (),
     ),
     "compare": (
         "Compare servers side by side in one run, by the same agent programs; any OpenAI-compatible server.",
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
     module, _, name = function.rpartition(".")
     run = getattr(import_module(f"holdfast.loadgen.{module}"), name)
     if options.benchmark == "ablation":
-        return int(run(options.rest))
+        return int(run(["ablation", *options.rest]))
     if options.benchmark == "drafts":
         return int(run(options.trace, options.tools, options.tokenizer, options.cut, options.as_json))
     replayed = {"workloads": ()} if options.benchmark == "replay" else {}

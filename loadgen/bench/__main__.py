@@ -1,15 +1,16 @@
 """`python -m holdfast.loadgen.bench NAME [options]`: the table of benchmarks of an engine or a CPU kernel.
 
-`holdfast bench ablation` and `holdfast bench drafts` have commands of their own; those of a GPU are `bench.gpu` and
-`bench.kernels`.
+`holdfast bench ablation` is one of them too. Those of a GPU are `bench.gpu` and `bench.kernels`.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.loadgen.bench import calls, cpu, efficiency, forwards, micro
+from holdfast.loadgen.bench import ablation, calls, cpu, efficiency, forwards, micro
 from holdfast.loadgen.bench.harness import FIGURES, Benchmark
+from holdfast.loadgen.bench.workload import SCENARIOS
+from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
 
 Flags = dict[str, dict[str, Any]]
@@ -28,6 +29,20 @@ PRECISION: dict[str, Any] = {"choices": forwards.PRECISIONS, "metavar": "DTYPE"}
 AT_ONCE: dict[str, Any] = {"type": int, "nargs": "+"}
 
 BENCHMARKS = {
+    "ablation": Benchmark(
+        "Turn latency with everything on, and with each mechanism off.",
+        ablation.ablation,
+        ablation.COLUMNS,
+        THREADS
+        | {
+            "--model": {"default": POCKET, "help": "'pocket', a folder, or a hub name in the local cache"},
+            "--off": {"default": "", "help": "mechanisms to turn off, comma-separated (default: each in turn)"},
+            "--scenarios": {"default": "", "help": f"of {', '.join(each.name for each in SCENARIOS)} (default: all)"},
+            "--scale": {"type": float, "default": 1.0, "help": "multiply the number of rounds (default: 1)"},
+            "--seed": {"type": int, "default": 0, "help": "of the conversations"},
+            "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto"},
+        },
+    ),
     "attention_cpu": Benchmark(
         "Attention on a CPU beside torch's, and against the machine's limits.",
         cpu.attention,

@@ -1,29 +1,26 @@
 """The value of each mechanism: turn latencies with everything on, and with one mechanism off.
 
-``python -m holdfast.loadgen.bench.ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]``, or
-`holdfast bench ablation`. One service with everything on stays loaded. Each variant is loaded, measured by turns with
-it, and dropped, so at most two models are in memory. A variant that cannot act here is named and left out. There is no
-Ray and no HTTP; `workload` has the requests.
+`holdfast bench ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]`. One service with everything on
+stays loaded. Each variant is loaded, measured by turns with it, and dropped, so at most two models are in memory. A
+variant that cannot act here is named and left out. There is no Ray and no HTTP; `workload` has the requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from holdfast.loadgen import measure
-from holdfast.loadgen.bench.harness import Row, report
+from holdfast.loadgen.bench.harness import Row
 from holdfast.loadgen.bench.workload import SCENARIOS, Round, Scenario, request, rounds
-from holdfast.replicas.config import POCKET, EngineConfig, RetentionConfig
-from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
+from holdfast.replicas.config import EngineConfig, RetentionConfig
+from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.requests import Answer, ChatPrompt
 from holdfast.replicas.service import Service
 
@@ -212,41 +209,16 @@ def _said(answer: Answer) -> tuple[str | None, tuple[tuple[str, str], ...]]:
 # ---- the command ----
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; an error of ours is one line on stderr and exit status 2."""
-    names = ", ".join(scenario.name for scenario in SCENARIOS)
-    parser = argparse.ArgumentParser(
-        prog="ablation", description="Turn latency with everything on, and with each mechanism off."
-    )
-    parser.add_argument("--model", default=POCKET, help="'pocket', a folder, or a hub name in the local cache")
-    parser.add_argument("--off", default="", help="mechanisms to turn off, comma-separated (default: each in turn)")
-    parser.add_argument("--scenarios", default="", help=f"of {names} (default: all)")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiply the number of rounds (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
-    parser.add_argument("--threads", type=int, default=0, help="of torch (default: all cores)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    options = parser.parse_args(argv)
-    config = EngineConfig(model=options.model, threads=options.threads, dtype=options.dtype, cells=CELLS)
-    try:
-        variants, scenarios = chosen(options.off, VARIANTS, "off"), chosen(options.scenarios, SCENARIOS, "scenarios")
-        report(_measure(config, variants, scenarios, options.seed, options.scale), COLUMNS, options.json)
-    except HoldfastError as error:
-        print(f"ablation: {error.message}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _measure(
-    config: EngineConfig, variants: Sequence[Variant], scenarios: Sequence[Scenario], seed: int, scale: float
-) -> Iterator[Row]:
+def ablation(options: Namespace) -> Iterator[Row]:
     """A row for each variant and scenario. Each variant takes turns with the service that stays, then is dropped."""
+    variants, scenarios = chosen(options.off, VARIANTS, "off"), chosen(options.scenarios, SCENARIOS, "scenarios")
+    config = EngineConfig(model=options.model, threads=options.threads, dtype=options.dtype, cells=CELLS)
     with asyncio.Runner() as runner:
 
         async def started(config: EngineConfig) -> Service:
             """A service after a few turns that do not count."""
             service = Service.load(config)
-            warm = list(rounds(Scenario("warm", lanes=2, turns=2, rounds=1), seed))
+            warm = list(rounds(Scenario("warm", lanes=2, turns=2, rounds=1), options.seed))
             await alternate(service, service, warm, "warm")
             return service
 
@@ -261,13 +233,11 @@ def _measure(
                     for scenario in scenarios:
                         # A scope of its own, so that nothing is cached from other variants.
                         scope = f"{variant.name}/{scenario.name}"
-                        pair = runner.run(alternate(on, off, list(rounds(scenario, seed, scale)), scope))
+                        pair = runner.run(
+                            alternate(on, off, list(rounds(scenario, options.seed, options.scale)), scope)
+                        )
                         yield compared(variant.name, scenario.name, *pair)
                 finally:
                     runner.run(off.close())
         finally:
             runner.run(on.close())
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,7 +9,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from holdfast.loadgen.bench.ablation import Samples, alternate, compared, main
+from holdfast.loadgen.bench.__main__ import main
+from holdfast.loadgen.bench.ablation import Samples, alternate, compared
 from holdfast.loadgen.bench.workload import SCENARIOS, Scenario, rounds
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import Answer, GenerateRequest, Timing, Usage
@@ -95,19 +96,19 @@ def test_interleaved_lanes_run_a_turn_at_a_time() -> None:
 
 
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--scenarios", "magic", "--json", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err.startswith("ablation: there is no magic")
+    assert main(["ablation", "--scenarios", "magic", "--json", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.startswith("bench ablation: there is no magic")
 
 
 def test_figures_that_could_not_be_written_are_not_measured(capsys, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Service, "load", lambda *_: pytest.fail("it measures"))
-    assert main(["--json", str(tmp_path / "none" / "x")]) == 2
+    assert main(["ablation", "--json", str(tmp_path / "none" / "x")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_variant_that_cannot_act_is_named_and_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "x"
-    assert main(["--off", "prompt_seed,cuda_graphs", "--threads", "1", "--json", str(out)]) == 0
+    assert main(["ablation", "--off", "prompt_seed,cuda_graphs", "--threads", "1", "--json", str(out)]) == 0
     said = capsys.readouterr().out
     assert "prompt_seed     left out: it acts on sampled turns" in said
     assert "cuda_graphs     left out: it acts on a GPU" in said

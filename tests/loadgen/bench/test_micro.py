@@ -21,7 +21,7 @@ def test_a_bar_that_is_missed_fails_the_command_and_every_row_is_written(tmp_pat
     assert main(["some"]) == 0
     assert main(["some", "--json", str(tmp_path / "none" / "x")]) == 2
     assert main(["magic"]) == main([]) == 2
-    assert "there are attention_cpu" in capsys.readouterr().err
+    assert "there are ablation, attention_cpu" in capsys.readouterr().err
 
 
 def test_the_pieces_are_measured(monkeypatch):

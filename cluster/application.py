@@ -89,9 +89,7 @@ class Ingress:
         watch_redis(self._metrics, self._records)
         self._health = Listener(self._records, HEALTH, settings.placement.silent_s)
         self._latencies = ToolLatencies(self._records)
-        entries, ttl_s = config.program_entries, config.program_ttl_s
-        most = config.program_tenant_entries
-        self._programs = ProgramTable(self._records, entries, ttl_s, config.program_rest_s, most)
+        self._programs = ProgramTable(self._records, config)
         # A key may have been revoked since the deployment: the file counts as it is now, or this router does not start.
         tenants_now = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None

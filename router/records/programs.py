@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pydantic import TypeAdapter
 
 from holdfast.replicas.errors import UnavailableError
+from holdfast.router.config import RouterConfig
 from holdfast.router.records.conversations import Conversation, Standing
 from holdfast.router.records.identity import unnamed_program
 from holdfast.router.records.lru import SHARE, Lru
@@ -238,29 +239,18 @@ return found
 
 
 class ProgramTable:
-    """Programs by key (`<tenant>/<name>`), forgotten `ttl_s` after their last turn.
+    """Programs by key (`<tenant>/<name>`), forgotten `program_ttl_s` after their last turn.
 
-    One that rested longer than `idle_s` begins a new run, though its last one had no answer. This router remembers
-    `max_entries` programs; in Redis each tenant has up to `most`.
+    One that rested longer than `program_rest_s` begins a new run, though its last one had no answer. `clock` stands in
+    the place of Redis' own, for tests.
     """
 
-    def __init__(
-        self,
-        records: Records,
-        max_entries: int = 65536,
-        ttl_s: float = 86400.0,
-        idle_s: float = 3600.0,
-        most: int = 65536,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        """`clock`: in the place of Redis' own, for tests."""
+    def __init__(self, records: Records, config: RouterConfig, clock: Callable[[], float] | None = None) -> None:
         self._records = records
-        self._ttl_s = ttl_s
-        self._idle_s = idle_s
-        self._most = most
+        self._config = config
         self._clock = clock
-        self._programs: Lru[Program] = Lru(max_entries, share=SHARE)
-        self._standings: Lru[Standing] = Lru(max_entries, share=SHARE)  # by tenant and place, the latest there
+        self._programs: Lru[Program] = Lru(config.program_entries, share=SHARE)
+        self._standings: Lru[Standing] = Lru(config.program_entries, share=SHARE)  # by tenant and place, the latest
 
     async def begin(self, key: str, parent: str = "") -> Begun:
         """A turn comes for the program `key`. A new one is a sub-agent of `parent`, the key of another program."""
@@ -364,7 +354,9 @@ class ProgramTable:
         place: tuple[Argument, ...] = ("", "", "")
         if standing is not None:
             place = (standing.place, standing.value(), standing.head)
-        arguments = self._arguments(name, secrets.token_hex(6), program_name(parent), self._idle_s, *place)
+        arguments = self._arguments(
+            name, secrets.token_hex(6), program_name(parent), self._config.program_rest_s, *place
+        )
         arguments += [PROGRAMS_AT_PLACE, *(text for each in continued for text in (each.name, each.head))]
         reply = await self._records.script(_BEGIN, _keys(key), arguments)
         if not reply:
@@ -389,7 +381,8 @@ class ProgramTable:
         ]
 
     def _arguments(self, *more: Argument) -> list[Argument]:
-        return [int(self._ttl_s * 1000), self._most, "" if self._clock is None else self._clock(), *more]
+        ttl_ms, most = int(self._config.program_ttl_s * 1000), self._config.program_tenant_entries
+        return [ttl_ms, most, "" if self._clock is None else self._clock(), *more]
 
     # ---- this router's memory ----
 
@@ -417,7 +410,7 @@ class ProgramTable:
         return time.time() if self._clock is None else self._clock()
 
     def _deadline(self) -> float:
-        return self._now() + self._ttl_s
+        return self._now() + self._config.program_ttl_s
 
 
 def _tenant(key: str) -> str:

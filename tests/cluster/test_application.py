@@ -237,13 +237,13 @@ def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.Monke
 
     async def use(_: RedisServer, records: Callable[[str], Records]) -> None:
         store = records("holdfast/pocket/0.1.0")
-        await ProgramTable(store).begin("acme/p")
+        await ProgramTable(store, RouterConfig()).begin("acme/p")
         assert await StoredResponses(store, config).keep("acme", StoredResponse({"id": "resp_1"}, turn))
         put = await SessionHistories(store, config).put("acme", "s", home, history, (), None)
         assert put is PutResult.STORED
         monkeypatch.setattr(application, "version", lambda name: "99.0")
         store = records(application.namespace(Settings()))
-        assert (await ProgramTable(store).begin("acme/p")).program.came == 2
+        assert (await ProgramTable(store, RouterConfig()).begin("acme/p")).program.came == 2
         assert (await StoredResponses(store, config).find("acme", "resp_1")).turn == turn
         saved = await SessionHistories(store, config).read("acme", "s")
         assert saved is not None
@@ -274,7 +274,7 @@ def test_records_of_0_1_are_set_aside_and_its_tenants_and_item_key_are_read(tmp_
             redis.hset("holdfast/accounts/tenants", "acme", orjson.dumps(kept))
             redis.set("holdfast/accounts/tenants/version", 7)
         store = records(application.namespace(Settings()))
-        assert (await ProgramTable(store).begin("acme/p")).program.came == 1
+        assert (await ProgramTable(store, RouterConfig()).begin("acme/p")).program.came == 1
         responses = StoredResponses(store, config)
         for missing in (
             responses.find("acme", "resp_1"),

@@ -206,7 +206,7 @@ class World:
         self.registry = CollectorRegistry()
         if self.records is None:
             self.records = shared_records(key_file=self.config.cache_key_file)
-        self.programs = ProgramTable(self.records, 1000, 7200.0, 3600.0, clock=lambda: self.now)
+        self.programs = ProgramTable(self.records, self.config, lambda: self.now)
         self.cache = ResponseCache(self.records, self.config, "weights-1")
         metrics = self.metrics = RouterMetrics(self.registry)
         self.latencies = ToolLatencies(self.records)

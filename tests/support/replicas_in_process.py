@@ -197,7 +197,7 @@ class Router:
     ) -> None:
         self._loop = loop
         self.registry, config = CollectorRegistry(), config or RouterConfig()
-        self.programs = ProgramTable(records)
+        self.programs = ProgramTable(records, config)
         cache = ResponseCache(records, config, "weights")
         metrics = RouterMetrics(self.registry)
         self.app = create_app(

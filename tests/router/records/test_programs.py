@@ -4,11 +4,13 @@ import asyncio
 from itertools import count
 
 import pytest
+from fake_backend import config_of
 from redis_server import records_away, shared_records
 from waiting import until_async
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, Timing, ToolCall, Usage
+from holdfast.router.config import RouterConfig
 from holdfast.router.records.conversations import REPLIES, conversation, mark_of
 from holdfast.router.records.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
 
@@ -28,7 +30,8 @@ class Routers:
         self.requests = count()
         first = shared_records(observe=self.count)
         self.records = [first, *(shared_records(first, observe=self.count) for _ in range(n - 1))]
-        self.tables = [ProgramTable(each, 1000, DAY, 3600.0, most, clock) for each in self.records]
+        config = config_of(program_entries=1000, program_tenant_entries=most)
+        self.tables = [ProgramTable(each, config, clock) for each in self.records]
 
     def count(self, seconds, done):
         assert done
@@ -164,7 +167,7 @@ async def test_a_program_is_forgotten_a_while_after_its_last_turn(routers):
 
 @pytest.mark.parametrize("records", [shared_records, records_away])
 async def test_a_sub_agent_counts_for_the_program_at_the_top(records):
-    table = ProgramTable(records())
+    table = ProgramTable(records(), RouterConfig())
     await table.begin("acme/top")
     child = await table.begin("acme/child", parent="acme/top")
     grandchild = await table.begin("acme/grandchild", parent="acme/child")
@@ -311,7 +314,7 @@ async def test_a_turn_takes_two_trips_to_redis_and_one_more_where_another_router
 
 
 async def test_a_router_goes_by_what_it_remembers():
-    table = ProgramTable(records_away())
+    table = ProgramTable(records_away(), RouterConfig())
     begun = await turn(table, "acme/p", "r1", "ls")
     assert not begun.shared
     again = await table.begin("acme/p")
@@ -329,7 +332,7 @@ async def test_a_router_goes_by_what_it_remembers():
 
 
 async def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server, store):
-    table = ProgramTable(store)
+    table = ProgramTable(store, RouterConfig())
     await turn(table, "acme/p", "r1")
     server.kill()
     away = await table.begin("acme/p")
@@ -342,7 +345,7 @@ async def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_re
 
 
 async def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server, store):
-    table = ProgramTable(store)
+    table = ProgramTable(store, RouterConfig())
     await turn(table, "acme/p", "r1", "ls")
     with server.client() as client:
         kept = {key: client.dump(key) for key in client.scan_iter()}

@@ -356,7 +356,7 @@ def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) ->
 
 
 def test_every_router_counts() -> None:
-    """Each with its cached answers: what is enough for one of them is not for forty."""
+    """What is enough for one of them is not for forty."""
     needs = []
     for routers in (1, 2, 40):
         told = settings(server=ServerConfig(routers=routers))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 HUGE = 2 << 20  # bytes
-_MAPPING = 32 * HUGE  # what small weights share, because few of them fill whole pages
+_MAPPING = 32 * HUGE  # shared by weights that are no larger: few of them fill whole pages
 
 _lock = threading.Lock()
-_room = torch.empty(0, dtype=torch.uint8)  # the rest of the latest mapping
+_room = torch.empty(0, dtype=torch.uint8)  # the rest of the latest shared mapping
 
 
 def placed(values: Tensor) -> Tensor:
@@ -28,12 +28,14 @@ def placed(values: Tensor) -> Tensor:
 
 
 def _taken(size: int) -> Tensor:
-    """Bytes at a multiple of 64 from the latest mapping; what does not fit begins a new one."""
+    """Bytes at a multiple of 64: of the shared mapping, of a new one once that is full, or of one of their own."""
     global _room
+    if size > _MAPPING:
+        return _mapped(size)
     step = -(-size // 64) * 64
     with _lock:
         if step > len(_room):
-            _room = _mapped(max(step, _MAPPING))
+            _room = _mapped(_MAPPING)
         taken, _room = _room[:size], _room[step:]
     return taken
 

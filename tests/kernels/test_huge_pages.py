@@ -1,13 +1,12 @@
 """Weights in huge pages: the same values, beside each other, and given back with the last tensor of a mapping."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.kernels import huge_pages
-
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32])
@@ -27,15 +26,19 @@ def test_nothing_is_still_a_tensor() -> None:
     assert huge_pages.placed(torch.empty(0, 4)).shape == (0, 4)
 
 
-@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="the machine has no huge pages")
-def test_a_large_weight_is_in_huge_pages_until_it_goes() -> None:
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts huge pages")
+def test_a_large_weight_is_in_as_many_huge_pages_as_the_machine_gives_until_it_goes() -> None:
     values = torch.ones(40 * huge_pages.HUGE, dtype=torch.uint8)
     before = _in_huge_pages()
     copy = huge_pages.placed(values)
-    assert _in_huge_pages() - before >= copy.nbytes // 2  # the machine may be short of them
+    gained = _in_huge_pages() - before
     del copy
-    huge_pages.placed(values[: 33 * huge_pages.HUGE])  # another mapping than the one before
-    assert _in_huge_pages() - before <= 34 * huge_pages.HUGE
+    left = _in_huge_pages() - before
+    memory = mmap.mmap(-1, values.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(values.numpy().tobytes())
+    assert 2 * gained >= _in_huge_pages() - before - left
+    assert 2 * left <= gained
 
 
 def _in_huge_pages() -> int:

@@ -38,6 +38,18 @@ pytestmark = pytest.mark.anyio
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", autouse=True)
+async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """gRPC may tell the loop of a test that is over about a call's end."""
+    yield
+    await asyncio.sleep(0.1)
+
+
 class Told:
     """A broadcast whose replicas answer so; an exception is raised, None never comes."""
 

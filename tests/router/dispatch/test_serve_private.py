@@ -47,7 +47,6 @@ def anyio_backend() -> str:
 async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """gRPC may tell the loop of a test that is over about a call's end."""
     yield
-    await asyncio.sleep(0.1)
 
 
 class Told:

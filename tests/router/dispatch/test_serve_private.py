@@ -46,7 +46,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module", autouse=True)
 async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """gRPC may tell the loop of a test that is over about a call's end."""
-    yield
+    yield  # noqa: PT022 - the loop stays as long as this fixture does
 
 
 class Told:

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 _room = torch.empty(0, dtype=torch.uint8)  # the rest of the latest shared mapping
 
 
-def placed(values: Tensor) -> Tensor:
+def copied(values: Tensor) -> Tensor:
     """A contiguous copy, in a mapping that is given back once all tensors in it are gone."""
     size = values.numel() * values.element_size()
     if values.device.type != "cpu" or not size:

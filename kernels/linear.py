@@ -140,7 +140,7 @@ class PackedMatrix:
         filled = pad(weight, (0, padded - inner)) if padded > inner else weight
         step = torch.int16 if variant.step * weight.itemsize == 2 else torch.int32  # a step's weights are moved as one
         blocks = placed(filled).view(step).view(-1, variant.block, padded // variant.step)
-        held = [huge_pages.placed(blocks.mT), placed(torch.zeros(rows) if bias is None else bias.float())]
+        held = [huge_pages.copied(blocks.mT), placed(torch.zeros(rows) if bias is None else bias.float())]
         if variant.kind in INTEGERS:
             zero = 128 if variant.kind == "bytes" else 0  # added to each value of a row
             held += [placed(scales[:, 0]), placed(-zero * weight.sum(1, dtype=torch.int32))]

@@ -65,6 +65,13 @@ class TenantLimits:
         """Whether there is a limit."""
         return any(getattr(self, name) is not None for name in self.__dataclass_fields__)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how long a request is."""
+        return any(
+            getattr(self, name) is not None for name in self.__dataclass_fields__ if "token" in name or "unit" in name
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TenantCache:

@@ -224,10 +224,12 @@ class Turns:
         call, turn = generation.call, generation.turn
         for _ in turn.others:
             held.enter_context(self._entry.place(call.tenant))
-        prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
-        input_tokens = sum(map(prompt_tokens, prompts))
-        samplings = [turn.sampling, *(other.sampling for other in turn.others)]
-        output_tokens = sum(map(_generates_at_most, samplings))
+        input_tokens = output_tokens = 0
+        if call.tenant.limits.counts_tokens:  # a long prompt takes a tenth of a millisecond
+            prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
+            input_tokens = sum(map(prompt_tokens, prompts))
+            samplings = [turn.sampling, *(other.sampling for other in turn.others)]
+            output_tokens = sum(map(_generates_at_most, samplings))
         program = generation.program.partition("/")[2] if isinstance(generation.program, str) else ""
         await call.charge(estimate(self._config.prices, 1 + len(turn.others), input_tokens, output_tokens), program)
 

@@ -12,7 +12,7 @@ from holdfast.kernels import huge_pages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32])
 def test_values_are_copied_in_their_order(dtype: torch.dtype) -> None:
     values = torch.arange(21).reshape(3, 7).to(dtype)
-    copies = [huge_pages.placed(values.mT), huge_pages.placed(values)]
+    copies = [huge_pages.copied(values.mT), huge_pages.copied(values)]
     for copy, wanted in zip(copies, (values.mT, values), strict=True):
         assert copy.dtype == dtype
         assert copy.is_contiguous()
@@ -23,14 +23,14 @@ def test_values_are_copied_in_their_order(dtype: torch.dtype) -> None:
 
 
 def test_nothing_is_still_a_tensor() -> None:
-    assert huge_pages.placed(torch.empty(0, 4)).shape == (0, 4)
+    assert huge_pages.copied(torch.empty(0, 4)).shape == (0, 4)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts huge pages")
 def test_a_large_weight_is_in_as_many_huge_pages_as_the_machine_gives_until_it_goes() -> None:
     values = torch.ones(40 * huge_pages.HUGE, dtype=torch.uint8)
     before = _in_huge_pages()
-    copy = huge_pages.placed(values)
+    copy = huge_pages.copied(values)
     gained = _in_huge_pages() - before
     del copy
     left = _in_huge_pages() - before
